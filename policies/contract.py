@@ -1,0 +1,181 @@
+"""What a routing policy sees and what it answers.
+
+A policy filters, scores and picks over a frozen snapshot: numbers, never requests or sockets. It does no I/O and no
+logging; clock and random numbers are handed in. The gateway and the audit run the same policies on the same state.
+
+"Frozen" is by agreement: a decision is one synchronous call, and `WorkerView.load` is the live accounting record of
+`policies.state.inflight`, which nothing changes while it runs. Copying 64 records for each request would cost more
+than the decision.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from random import Random
+from typing import Any, NamedTuple, Protocol
+
+
+class Evidence(StrEnum):
+    """Where a policy's knowledge of matched tokens came from, best first."""
+
+    EXACT = "exact"
+    """The index, fed by the worker's own events."""
+    PREDICTED = "predicted"
+    """Our own dispatches, not yet confirmed by events."""
+    HISTORY = "history"
+    """Where prompts like this went before; the worker reports no events we trust."""
+    NONE = "none"
+
+
+class WorkerLoad(Protocol):
+    """What the gateway's own accounting says of a worker (`policies.state.inflight.WorkerAccount`)."""
+
+    inflight: int
+    """Requests dispatched and not finished."""
+    waiting: int
+    """Of those, requests without a first token."""
+    outstanding_prefill_seconds: float
+    """Predicted prefill of the requests without a first token."""
+    inflight_tokens: int
+    """Prompt tokens of the requests in flight."""
+    running_context_tokens: int
+    """Prompt and output tokens of the requests that decode now."""
+
+    def wait_seconds(self, now: float) -> float:
+        """Predicted time until a request dispatched now would start its prefill."""
+        ...
+
+
+class PrefillEstimate(Protocol):
+    """Predicts prefill time for one worker (`policies.estimates.PrefillModel`)."""
+
+    def prefill_seconds(self, new_tokens: int, context_tokens: int) -> float: ...
+
+
+class WorkerView(NamedTuple):
+    """One candidate, as the gateway knows it at this moment."""
+
+    name: str
+    rank: int
+    load: WorkerLoad
+    prefill: PrefillEstimate
+    matched_tokens: int
+    """Leading prompt tokens it need not compute, by the best evidence, capped as the engine caps a full hit."""
+    confirmed_tokens: int
+    """Of those, tokens that the worker's own events confirm."""
+    tier_tokens: tuple[int, int, int] = (0, 0, 0)
+    """Confirmed leading tokens reachable using L0; L0 and L1; and all tiers."""
+    evidence: Evidence = Evidence.NONE
+    capacity_requests: int = 0
+    """Requests it takes at once; 0 when unknown."""
+
+
+class Query(NamedTuple):
+    """What is to be placed."""
+
+    prompt_tokens: int
+    output_tokens_max: int = 0
+    """What the client allows; 0 when it does not say."""
+    session: str = ""
+    """Key of a conversation or user, for policies that stick to it."""
+    priority: int = 0
+
+
+class FleetRates(NamedTuple):
+    """Recent rates over the whole fleet, per worker (decayed with tau; see policies.state.inflight)."""
+
+    arrivals_per_second: float = 0.0
+    utilisation: float = 0.0
+    """Dispatched prefill seconds per worker and second."""
+    arrivals_in_window: float = 0.0
+    """tau * arrivals_per_second."""
+    tau_seconds: float = 30.0
+
+
+class Snapshot(NamedTuple):
+    now: float
+    workers: Sequence[WorkerView]
+    """Candidates that passed the filters: they serve the model, are healthy, have room. Never empty."""
+    rates: FleetRates = FleetRates()
+
+
+@dataclass(slots=True)
+class Decision:
+    """Whom a policy chose and why: the numbers from which a `Receipt` is written."""
+
+    worker: WorkerView
+    reason: str
+    predicted_ttft_ms: float | None = None
+    costs: Sequence[float] = field(default_factory=tuple)
+    """One for each worker of the snapshot, in its order; empty when the policy does not score. Smaller is better."""
+
+
+class Policy(Protocol):
+    name: str
+
+    def decide(self, query: Query, snapshot: Snapshot, random: Random) -> Decision:
+        """Pick one of `snapshot.workers`. Deterministic but for `random`."""
+        ...
+
+
+@dataclass(slots=True)
+class Receipt:
+    """The explanation a decision leaves: what was known, what was chosen, what it was expected to cost."""
+
+    request_id: str
+    model: str
+    policy: str
+    query: Query
+    block_size_tokens: int
+    decision: Decision
+    snapshot_workers: Sequence[WorkerView]
+    decided_at: float
+    """Wall-clock seconds."""
+    decision_us: float = 0.0
+    waits_ms: Sequence[float] = field(default_factory=tuple)
+    """Predicted wait of each candidate when the decision was made (the live records have moved on since)."""
+    renderer: str = ""
+    tenant: str = ""
+    seen_ttft_ms: float | None = None
+    reported_cached_tokens: int | None = None
+    reported_prompt_tokens: int | None = None
+
+    def document(self) -> dict[str, Any]:
+        """JSON form, as `POST /route/explain` answers it."""
+        decision, chosen = self.decision, self.decision.worker
+        costs: Sequence[float | None] = decision.costs or [None] * len(self.snapshot_workers)
+        waits: Sequence[float | None] = self.waits_ms or [None] * len(self.snapshot_workers)
+        return {
+            "request_id": self.request_id,
+            "model": self.model,
+            "policy": self.policy,
+            "worker": chosen.name,
+            "rank": chosen.rank,
+            "reason": decision.reason,
+            "prompt_tokens": self.query.prompt_tokens,
+            "matched_tokens": chosen.matched_tokens,
+            "confirmed_tokens": chosen.confirmed_tokens,
+            "evidence": chosen.evidence.value,
+            "block_size_tokens": self.block_size_tokens,
+            "predicted_ttft_ms": decision.predicted_ttft_ms,
+            "seen_ttft_ms": self.seen_ttft_ms,
+            "reported_prompt_tokens": self.reported_prompt_tokens,
+            "reported_cached_tokens": self.reported_cached_tokens,
+            "renderer": self.renderer,
+            "tenant": self.tenant,
+            "decided_at": self.decided_at,
+            "decision_us": self.decision_us,
+            "candidates": [
+                {
+                    "worker": view.name,
+                    "rank": view.rank,
+                    "matched_tokens": view.matched_tokens,
+                    "confirmed_tokens": view.confirmed_tokens,
+                    "tier_tokens": list(view.tier_tokens),
+                    "evidence": view.evidence.value,
+                    "wait_ms": wait,
+                    "cost": cost,
+                }
+                for view, cost, wait in zip(self.snapshot_workers, costs, waits, strict=True)
+            ],
+        }
