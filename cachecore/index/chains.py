@@ -1,0 +1,122 @@
+"""A multiset of chains per key: who is believed to hold which prefix, from whole chains that come and go.
+
+The index proper counts blocks, because engines announce blocks. Beliefs (predicted insertions, routing history) are
+whole chains from block 0, stored and taken back as they were, so a compressed trie that counts chains per node is
+enough: each call costs the nodes on its path, however long they are.
+
+A node is a run of blocks that every chain through it shares. Names are chained (see `cachecore.blocks`), so a node is
+found by the name of its first block alone, and its last name confirms all of it.
+"""
+
+from collections.abc import Mapping
+
+from cachecore.blocks import HASH_BYTES
+
+Key = tuple[str, int]
+
+
+class _Node:
+    __slots__ = ("counts", "names")
+
+    def __init__(self, names: bytes, counts: dict[Key, int]) -> None:
+        self.names = names
+        self.counts = counts
+
+
+class ChainMultiset:
+    """Implements `policies.state.chains.ChainStore`."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[bytes, _Node] = {}
+
+    def __len__(self) -> int:
+        """Distinct blocks held by anyone."""
+        return sum(len(node.names) for node in self._nodes.values()) // HASH_BYTES
+
+    def __repr__(self) -> str:
+        return f"ChainMultiset({len(self._nodes)} nodes, {len(self)} blocks)"
+
+    def store(self, key: Key, chain: bytes) -> None:
+        """Count `chain` once more for `key`."""
+        position = 0
+        while position < len(chain):
+            node = self._nodes.get(chain[position : position + HASH_BYTES])
+            if node is None:
+                self._add(chain[position:], {key: 1})
+                return
+            shared = _shared_bytes(node.names, chain, position)
+            if shared < len(node.names):
+                self._split(node, shared)
+            node.counts[key] = node.counts.get(key, 0) + 1
+            position += shared
+
+    def remove(self, key: Key, chain: bytes) -> None:
+        """Take back one `store` of this very chain. What was never stored, or was forgotten, changes nothing."""
+        path = self._path(key, chain)
+        for node in path or ():
+            remaining = node.counts[key] - 1
+            if remaining:
+                node.counts[key] = remaining
+            else:
+                self._drop(node, key)
+
+    def depths(self, chain: bytes) -> Mapping[Key, int]:
+        """Leading blocks of `chain` that each key holds."""
+        depths: dict[Key, int] = {}
+        position = 0
+        while position < len(chain):
+            node = self._nodes.get(chain[position : position + HASH_BYTES])
+            if node is None:
+                break
+            shared = _shared_bytes(node.names, chain, position)
+            position += shared
+            depths.update(dict.fromkeys(node.counts, position // HASH_BYTES))
+            if shared < len(node.names):
+                break
+        return depths
+
+    def forget(self, key: Key) -> None:
+        """Drop every chain of `key`."""
+        for node in [node for node in self._nodes.values() if key in node.counts]:
+            self._drop(node, key)
+
+    def _path(self, key: Key, chain: bytes) -> list[_Node] | None:
+        """The nodes of a chain that `key` has stored; None where it has not."""
+        path: list[_Node] = []
+        position = 0
+        while position < len(chain):
+            node = self._nodes.get(chain[position : position + HASH_BYTES])
+            if node is None or key not in node.counts or _shared_bytes(node.names, chain, position) < len(node.names):
+                return None
+            path.append(node)
+            position += len(node.names)
+        return path
+
+    def _add(self, names: bytes, counts: dict[Key, int]) -> None:
+        self._nodes[names[:HASH_BYTES]] = _Node(names, counts)
+
+    def _split(self, node: _Node, at: int) -> None:
+        """Cut a node in two. Every chain so far went through both."""
+        self._add(node.names[at:], dict(node.counts))
+        node.names = node.names[:at]
+
+    def _drop(self, node: _Node, key: Key) -> None:
+        del node.counts[key]
+        if not node.counts:
+            del self._nodes[node.names[:HASH_BYTES]]
+
+
+def _shared_bytes(names: bytes, chain: bytes, position: int) -> int:
+    """How much of a node's names `chain` has from `position` on; the first name is known to agree."""
+    limit = min(len(names), len(chain) - position)
+    if names[limit - HASH_BYTES : limit] == chain[position + limit - HASH_BYTES : position + limit]:
+        return limit
+    low, high = 1, limit // HASH_BYTES - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        start = (middle - 1) * HASH_BYTES
+        if names[start : start + HASH_BYTES] == chain[position + start : position + start + HASH_BYTES]:
+            low = middle
+        else:
+            high = middle - 1
+    return low * HASH_BYTES

@@ -1,0 +1,196 @@
+"""The gateway's subcommands: `serve`, `up`, `keys`.
+
+Whatever a command needs is imported when it runs, so that `ropeway --help` stays quick.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gateway.config import LOG_LEVELS, POLICY_NAMES, GatewayConfig, load
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def add_parsers(subparsers: "Subparsers") -> None:
+    """Add this trunk's commands; each sets `run`, a function from parsed arguments to an exit code."""
+    _add_up(subparsers)
+    _add_serve(subparsers)
+    _add_keys(subparsers)
+
+
+def _add_up(subparsers: "Subparsers") -> None:
+    parser = _parser(
+        subparsers,
+        "up",
+        "start workers and a gateway on this machine, and stop them together",
+        """examples:
+  ropeway up                              two reference workers with a small real model, fetched on first use
+  ropeway up --simulated --workers 8      no model, no torch: eight workers that only keep time
+  ropeway up --port 9000 --policy session""",
+    )
+    parser.add_argument("--simulated", action="store_true", help="workers that imitate an engine's timing")
+    parser.add_argument("--workers", type=_positive, default=2, metavar="N", help="how many (default: %(default)s)")
+    parser.add_argument("--model", default="smollm2", metavar="DIR|smollm2", help="what they serve (default: smollm2)")
+    parser.add_argument("--port", type=_port, default=8000, metavar="P", help="of the gateway (default: %(default)s)")
+    parser.add_argument("--host", default="127.0.0.1", metavar="H", help="of the gateway (default: %(default)s)")
+    parser.add_argument("--policy", choices=POLICY_NAMES, help="how requests are placed (default: kv-aware)")
+    parser.add_argument("--redis", metavar="URL|embedded|none", help="where the shared index lives (default: none)")
+    parser.add_argument("--state-dir", type=Path, metavar="DIR", help="for logs and keyring")
+    parser.add_argument("--json", action="store_true", help="print URLs, processes and logs as JSON once all serve")
+    parser.set_defaults(run=_run_up)
+
+
+def _run_up(arguments: argparse.Namespace) -> int:
+    from gateway.up import UpOptions, up
+
+    return up(
+        UpOptions(
+            host=arguments.host,
+            port=arguments.port,
+            workers=arguments.workers,
+            simulated=arguments.simulated,
+            policy=arguments.policy,
+            model=arguments.model,
+            redis=arguments.redis,
+            state_directory=arguments.state_dir,
+            as_json=arguments.json,
+        )
+    )
+
+
+def _add_serve(subparsers: "Subparsers") -> None:
+    parser = _parser(
+        subparsers,
+        "serve",
+        "run the gateway in front of workers that run already",
+        """examples:
+  ropeway serve --worker http://127.0.0.1:8001 --worker http://127.0.0.1:8002 --tokenizer smollm2=DIR
+  ropeway serve -c gateway.yaml --policy prefix-aware
+  ROPEWAY_LIMITS_BODY_BYTES_MAX=1048576 ropeway serve -c gateway.yaml
+
+Flags win over variables, variables over the file. The keys of the file: pydoc gateway.config""",
+    )
+    parser.add_argument("-c", "--config", type=Path, metavar="FILE", help="YAML configuration")
+    parser.add_argument("--worker", action="append", metavar="URL", help="an engine to route to; may be repeated")
+    parser.add_argument("--policy", choices=POLICY_NAMES, help="how requests are placed (default: kv-aware)")
+    parser.add_argument("--redis", metavar="URL|embedded|none", help="where the shared index lives (default: none)")
+    parser.add_argument(
+        "--tokenizer",
+        action="append",
+        type=_tokenizer,
+        metavar="MODEL=DIR",
+        help="directory with the model's tokenizer.json and chat template; may be repeated",
+    )
+    parser.add_argument("--port", type=_port, metavar="P", help="(default: 8000)")
+    parser.add_argument("--host", metavar="H", help="(default: 127.0.0.1)")
+    parser.add_argument("--keyring", type=Path, metavar="FILE", help="master secrets shared with the workers")
+    parser.add_argument("--api-keys", type=Path, metavar="FILE", help="see 'ropeway keys'; without it, open to all")
+    parser.add_argument("--admin-key-file", type=Path, metavar="FILE", help="the key that opens /admin")
+    parser.add_argument("--log-level", choices=LOG_LEVELS, help="(default: info)")
+    parser.set_defaults(run=_run_serve)
+
+
+def _run_serve(arguments: argparse.Namespace) -> int:
+    from gateway.ports import require_free_port
+
+    config = serve_config(arguments)
+    for host, port in ((config.host, config.port), *_extra_listeners(config)):
+        require_free_port(host, port)
+
+    from gateway import server
+
+    return server.run(config)
+
+
+def serve_config(arguments: argparse.Namespace) -> GatewayConfig:
+    """The configuration that `serve` runs with: file, variables, flags."""
+    flags: dict[str, Any] = {
+        "workers": arguments.worker,
+        "policy": arguments.policy,
+        "redis": arguments.redis,
+        "tokenizers": dict(arguments.tokenizer) if arguments.tokenizer else None,
+        "port": arguments.port,
+        "host": arguments.host,
+        "keyring": arguments.keyring,
+        "tenants.api_keys_file": arguments.api_keys,
+        "admin.key_file": arguments.admin_key_file,
+        "log_level": arguments.log_level,
+    }
+    return load(arguments.config, overrides={key: value for key, value in flags.items() if value is not None})
+
+
+def _extra_listeners(config: GatewayConfig) -> list[tuple[str, int]]:
+    return [(surface.host, surface.port) for surface in (config.admin, config.metrics) if surface.port is not None]
+
+
+def _add_keys(subparsers: "Subparsers") -> None:
+    parser = _parser(
+        subparsers,
+        "keys",
+        "make API keys for tenants",
+        """examples:
+  ropeway keys new --tenant acme --file keys.jsonl
+  ropeway serve --api-keys keys.jsonl --worker http://127.0.0.1:8001""",
+    )
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    new = _parser(
+        actions,
+        "new",
+        "print a new key once and append its hash to the file",
+        """examples:
+  ropeway keys new --tenant acme --file keys.jsonl
+  KEY=$(ropeway keys new --tenant acme --file keys.jsonl)""",
+    )
+    new.add_argument("--tenant", required=True, metavar="NAME", help="letters, digits, '-' and '_', at most 64")
+    new.add_argument("--file", required=True, type=Path, metavar="FILE", help="made when it does not exist")
+    new.add_argument("--json", action="store_true", help="print tenant, key and file as JSON")
+    new.set_defaults(run=_run_keys_new)
+
+
+def _run_keys_new(arguments: argparse.Namespace) -> int:
+    from gateway.tenants import add_api_key
+
+    key = add_api_key(arguments.file, arguments.tenant)
+    if arguments.json:
+        print(json.dumps({"tenant": arguments.tenant, "key": key, "file": str(arguments.file)}))
+        return 0
+    print(key)
+    print(
+        f"Keep it: {arguments.file} has its hash only. A running gateway reads the file at its start.", file=sys.stderr
+    )
+    return 0
+
+
+def _parser(subparsers: "Subparsers", name: str, summary: str, epilog: str) -> argparse.ArgumentParser:
+    return subparsers.add_parser(
+        name,
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def _port(text: str) -> int:
+    port = int(text)
+    if not 0 < port < 65_536:
+        raise argparse.ArgumentTypeError(f"a port lies in 1..65535, not {port}")
+    return port
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"at least 1 is needed, not {number}")
+    return number
+
+
+def _tokenizer(text: str) -> tuple[str, str]:
+    model, equals, directory = text.partition("=")
+    if not (model and equals and directory):
+        raise argparse.ArgumentTypeError(f"MODEL=DIR is expected, not {text!r}")
+    return model, directory

@@ -1,0 +1,310 @@
+"""The configuration tree of the gateway, checked once when it starts.
+
+A file (`ropeway serve -c gateway.yaml`), environment variables and flags, each over the one before:
+
+    host: 127.0.0.1
+    port: 8000
+    policy: kv-aware
+    workers:
+      - http://127.0.0.1:8001
+      - {url: "http://127.0.0.1:8002", name: second, model: my-model, block_size_tokens: 16}
+    tokenizers:
+      my-model: /models/my-model
+    limits:
+      body_bytes_max: 67108864
+
+The variable of a key is its path in capitals behind `ROPEWAY_`: `limits.body_bytes_max` is
+`ROPEWAY_LIMITS_BODY_BYTES_MAX`. Scalars are written plainly, lists and mappings as YAML
+(`ROPEWAY_WORKERS='[http://127.0.0.1:8001]'`); an empty variable counts as unset. A list replaces the one beneath it;
+mappings are merged. Other variables that begin with `ROPEWAY_` are left alone: they belong to other rooms.
+
+A key that does not exist is an error that names its path and the nearest that does, in the file and in overrides
+alike. Relative paths are relative to the working directory.
+"""
+
+import difflib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+from urllib.parse import urlsplit
+
+import msgspec
+import yaml
+
+from gateway.errors import ConfigError
+
+PolicyName = Literal["kv-aware", "prefix-aware", "round-robin", "least-loaded", "session"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Bytes = Annotated[int, msgspec.Meta(ge=1024)]
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+
+ENVIRONMENT_PREFIX = "ROPEWAY_"
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A part of the tree."""
+
+
+class WorkerConfig(Section, frozen=True, kw_only=True):
+    """A worker known from the start. In a list, a bare URL stands for `{url: ...}`."""
+
+    url: str
+    """`http://host:port`, without a path."""
+    name: str = ""
+    """How decisions and metrics call it; host:port when empty."""
+    model: str = ""
+    """What it serves; asked of the worker when empty."""
+    block_size_tokens: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0
+    """Its KV block size; asked of the worker, or learned from its events, when 0."""
+
+    def __post_init__(self) -> None:
+        try:
+            parts = urlsplit(self.url)
+            complete = bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            complete = False
+        if not complete or parts.scheme not in ("http", "https"):
+            raise ValueError(f"{self.url!r} is not a URL of the form http://host:port")
+        if parts.path not in ("", "/") or parts.query or parts.fragment:
+            raise ValueError(f"{self.url!r} must end after its port")
+
+
+class TenantsConfig(Section, frozen=True, kw_only=True):
+    api_keys_file: Path | None = None
+    """Written by `ropeway keys new`. Null serves everyone as the one tenant `default`."""
+
+    @property
+    def open(self) -> bool:
+        return self.api_keys_file is None
+
+
+class ListenerConfig(Section, frozen=True, kw_only=True):
+    """Where a surface for operators is served, and what opens it.
+
+    With `port` null it is a part of the gateway's own port; with a port it has a listener of its own.
+    """
+
+    key_file: Path | None = None
+    """Holds the key that must come as `Authorization: Bearer ...`. Null asks for none."""
+    host: str = "127.0.0.1"
+    port: Port | None = None
+
+
+class LimitsConfig(Section, frozen=True, kw_only=True):
+    body_bytes_max: Bytes = 64 * 1024 * 1024
+    header_bytes_max: Bytes = 64 * 1024
+    connections_max: Positive = 8192
+    """Open client connections; further ones wait in the listen queue."""
+    long_prompt_characters: Positive = 16_384
+    """Prompts with more new text than this are tokenized off the event loop, so that their neighbours do not wait."""
+
+
+class TimeoutsConfig(Section, frozen=True, kw_only=True):
+    connect_seconds: Seconds = 2.0
+    first_byte_seconds: Seconds | None = None
+    """From request sent to answer begun. Null waits for ever: a queued prompt may take minutes to start."""
+    idle_seconds: Seconds = 300.0
+    """Between two pieces of an answer, and between two requests on one connection."""
+    shutdown_seconds: Seconds = 10.0
+    """What requests in flight are given to finish once the gateway is told to stop."""
+
+
+class ProbesConfig(Section, frozen=True, kw_only=True):
+    interval_seconds: Seconds = 2.0
+    timeout_seconds: Seconds = 2.0
+    unhealthy_after: Positive = 2
+    """Failed probes in a row."""
+
+
+class IndexConfig(Section, frozen=True, kw_only=True):
+    blocks_max: Positive = 4_000_000
+    """Distinct blocks that are remembered."""
+
+
+class PromptsConfig(Section, frozen=True, kw_only=True):
+    cache_bytes_max: Bytes = 256 * 1024 * 1024
+    """Token ids and hash states kept, so that a conversation's next turn pays for its tail only."""
+
+
+class GatewayConfig(Section, frozen=True, kw_only=True):
+    host: str = "127.0.0.1"
+    port: Port = 8000
+    workers: tuple[WorkerConfig, ...] = ()
+    policy: PolicyName = "kv-aware"
+    policy_header_allowed: bool = False
+    """Whether `x-ropeway-policy` may choose another policy for its request."""
+    redis: str = "none"
+    tokenizers: dict[str, Path] = {}
+    """Served model to the directory with its tokenizer and chat template."""
+    keyring: Path | None = None
+    """Master secrets shared with workers that name blocks themselves. Null makes a new one for this process alone."""
+    forward_kv_transfer_params: bool = False
+    """Whether `kv_transfer_params` of clients reaches the workers: it can name blocks to pull, so it is stripped."""
+    log_level: LogLevel = "info"
+    tenants: TenantsConfig = TenantsConfig()
+    admin: ListenerConfig = ListenerConfig()
+    metrics: ListenerConfig = ListenerConfig()
+    limits: LimitsConfig = LimitsConfig()
+    timeouts: TimeoutsConfig = TimeoutsConfig()
+    probes: ProbesConfig = ProbesConfig()
+    index: IndexConfig = IndexConfig()
+    prompts: PromptsConfig = PromptsConfig()
+
+    def __post_init__(self) -> None:
+        if self.redis != "none":
+            raise ValueError(f"redis: {self.redis!r} is not supported: the index lives in memory; only 'none' is")
+        for name in ("url", "name"):
+            values = [value for worker in self.workers if (value := getattr(worker, name).rstrip("/"))]
+            twice = {value for value in values if values.count(value) > 1}
+            if twice:
+                raise ValueError(f"workers: the {name} {min(twice)!r} is given twice")
+
+
+POLICY_NAMES: tuple[str, ...] = get_args(PolicyName)
+LOG_LEVELS: tuple[str, ...] = get_args(LogLevel)
+
+
+def load(
+    path: Path | None = None,
+    environment: Mapping[str, str] = os.environ,
+    overrides: Mapping[str, Any] | None = None,
+) -> GatewayConfig:
+    """The configuration of a file, its variables in `environment` and `overrides` (by key path), each over the last.
+
+    Raises ConfigError, whose message names the source and the key.
+    """
+    document: dict[str, Any] = {}
+    if path is not None:
+        document = _read(path)
+        _convert(document, str(path))
+    for variable, key, kind in _variables():
+        raw = environment.get(variable)
+        if raw and not _written_by_kubernetes(variable, raw):
+            _put(document, key, _parse(raw, kind, variable))
+    for key, value in (overrides or {}).items():
+        _put(document, key, value)
+    return _convert(document, "configuration")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        document = yaml.load(path.read_text(), _StrictLoader)  # noqa: S506 (a SafeLoader that is stricter still)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {_one_line(error)}") from error
+    if document is None:
+        return {}
+    if not isinstance(document, dict):
+        raise ConfigError(f"{path}: a mapping is expected at the top, not {type(document).__name__}")
+    return document
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML lets the last of two equal keys win in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.MarkedYAMLError(problem=f"the key {key!r} is given twice", problem_mark=key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _convert(document: dict[str, Any], source: str) -> GatewayConfig:
+    document = {**document, "workers": [_expand(worker) for worker in _as_list(document.get("workers"))]}
+    _refuse_unknown(document, GatewayConfig, "", source)
+    try:
+        return msgspec.convert(document, GatewayConfig, dec_hook=_decode)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise ConfigError(f"{source}: {_readable(error)}") from error
+
+
+def _as_list(value: Any) -> Any:
+    return [] if value is None else value if isinstance(value, list) else [value]
+
+
+def _expand(worker: Any) -> Any:
+    return {"url": worker} if isinstance(worker, str) else worker
+
+
+def _decode(kind: type, value: Any) -> Any:
+    if kind is Path and isinstance(value, str | Path):
+        return Path(value).expanduser()
+    raise TypeError(f"Expected `{kind.__name__.lower()}`, got `{type(value).__name__}`")
+
+
+def _refuse_unknown(value: Any, kind: Any, at: str, source: str) -> None:
+    """msgspec says that a name is unknown; this says as well which ones are known."""
+    if get_origin(kind) is Literal and isinstance(value, str) and value not in get_args(kind):
+        raise ConfigError(f"{source}: {at}: {value!r} is unknown{_nearest(value, get_args(kind))}")
+    if isinstance(value, list) and get_origin(kind) is tuple:
+        for position, item in enumerate(value):
+            _refuse_unknown(item, get_args(kind)[0], f"{at}[{position}]", source)
+    if not isinstance(value, dict) or not _is_section(kind):
+        return
+    fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    for name, item in value.items():
+        key = f"{at}.{name}" if at else str(name)
+        if name not in fields:
+            raise ConfigError(f"{source}: unknown key {key!r}{_nearest(str(name), fields)}")
+        _refuse_unknown(item, fields[name], key, source)
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    known = list(names)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else f"; known here: {', '.join(known)}"
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Section)
+
+
+def _readable(error: Exception) -> str:
+    """`Expected ... - at `$.limits.body_bytes_max`` becomes `limits.body_bytes_max: Expected ...`."""
+    message, _, place = _one_line(error).partition(" - at `$")
+    key = place.rstrip("`").lstrip(".")
+    return f"{key}: {message}" if key else message
+
+
+def _one_line(error: Exception) -> str:
+    return (error.strerror or str(error)) if isinstance(error, OSError) else " ".join(str(error).split())
+
+
+def _variables(kind: type[Section] = GatewayConfig, at: str = "") -> Iterator[tuple[str, str, Any]]:
+    """(variable, key path, type) of each key that can be set from the environment."""
+    for field in msgspec.structs.fields(kind):
+        key = at + field.name
+        if _is_section(field.type):
+            yield from _variables(field.type, f"{key}.")
+        else:
+            yield ENVIRONMENT_PREFIX + key.replace(".", "_").upper(), key, field.type
+
+
+def _written_by_kubernetes(variable: str, raw: str) -> bool:
+    """A Service called `ropeway` puts ROPEWAY_PORT=tcp://10.0.0.1:8000 into every pod of its namespace."""
+    return variable == f"{ENVIRONMENT_PREFIX}PORT" and raw.startswith("tcp://")
+
+
+def _parse(raw: str, kind: Any, variable: str) -> Any:
+    try:
+        if get_origin(kind) in (tuple, dict):
+            return yaml.load(raw, _StrictLoader)  # noqa: S506 (as above)
+        return raw if get_origin(kind) is Literal else msgspec.convert(raw, kind, strict=False, dec_hook=_decode)
+    except (msgspec.ValidationError, yaml.YAMLError) as error:
+        raise ConfigError(f"{variable}: {_one_line(error)}") from error
+
+
+def _put(document: dict[str, Any], key: str, value: Any) -> None:
+    *path, last = key.split(".")
+    section = document
+    for name in path:
+        section = section.setdefault(name, {})
+    if isinstance(value, dict) and isinstance(section.get(last), dict):
+        value = {**section[last], **value}
+    section[last] = value

@@ -1,0 +1,347 @@
+"""One client request and the one upstream request it causes, from the decision to the last byte.
+
+The rules of the file:
+
+* The client's status line is written when the worker's has been read, never before.
+* Until then a failed attempt may be repeated, on this worker or another; afterwards never.
+* What the worker sends is what the client gets. If the worker dies midway the client sees its bytes, then (in an event
+  stream, between two chunks) an error event, then an aborted body: never a normal end.
+* When the client leaves, the worker's connection is dropped in the same turn of the loop.
+"""
+
+import asyncio
+from enum import Enum
+from typing import Protocol
+
+import orjson
+
+from gateway.edge.http1 import (
+    CHUNKED,
+    HOP_BY_HOP,
+    UNTIL_CLOSE,
+    Headers,
+    ResponseHead,
+    dechunk,
+    forwardable,
+    status_line,
+)
+from gateway.edge.upstream import UpstreamConnection, UpstreamPool
+from gateway.errors import InternalError, ServiceError, UpstreamFailed, UpstreamTimeout, UpstreamUnavailable
+
+ATTEMPTS_MAX = 3
+_TAIL_BYTES = 4096
+_LAST_CHUNK = b"0\r\n\r\n"
+# As it stands on the wire: bare where we chunk the body ourselves, before a chunk's line end where the worker does.
+_EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\n\n\r\n", b"\r\n\r\n\r\n")
+
+# The gateway writes framing itself; `x-request-id` of the worker is the id we gave it, not the client's.
+_DROPPED_FROM_ANSWERS = HOP_BY_HOP | {b"content-length", b"x-request-id"}
+
+
+class Ending(Enum):
+    """How an exchange ended."""
+
+    COMPLETE = "complete"
+    CLIENT_GONE = "client_gone"
+    UPSTREAM_BROKE = "upstream_broke"
+    """After the first byte: the client got an error event or an aborted body."""
+    REFUSED = "refused"
+    """Before the first byte: the client got an error object."""
+
+
+class Attempt(Protocol):
+    """A decision to act upon: where to send which bytes, and what to add to the answer."""
+
+    connections: UpstreamPool
+    request_parts: list[bytes]
+    answer_headers: bytes
+    """Complete header lines."""
+
+
+class Listener(Protocol):
+    """Who accounts for an exchange (`gateway.pipeline.Journey`)."""
+
+    @property
+    def attempt(self) -> Attempt: ...
+
+    def first_byte(self) -> None: ...
+
+    def retry(self, reason: str, elsewhere: bool) -> bool:
+        """Prepare another attempt in `attempt`; False when there is none left to make."""
+        ...
+
+    def ended(self, ending: Ending, status: int, body_bytes: int, tail: bytes) -> None:
+        """Called exactly once. `tail` is the end of the body as it stood on the wire."""
+        ...
+
+
+class Client(Protocol):
+    """The client's side of the connection (`gateway.edge.server.EdgeProtocol`)."""
+
+    http10: bool
+
+    def write(self, data: bytes) -> None: ...
+    def answer_complete(self, keep_alive: bool) -> None: ...
+    def answer_error(self, error: ServiceError) -> None: ...
+    def abort(self) -> None: ...
+
+
+class Exchange:
+    """Implements `upstream.Receiver`."""
+
+    __slots__ = (
+        "_attempts",
+        "_body_bytes",
+        "_client",
+        "_connecting",
+        "_connection",
+        "_deadlines",
+        "_ended",
+        "_head",
+        "_last_chunk",
+        "_listener",
+        "_paused",
+        "_previous_chunk",
+        "_rechunk",
+        "_silent_since",
+        "_whole",
+    )
+
+    def __init__(self, client: Client, listener: Listener, deadlines: "Deadlines") -> None:
+        self._client = client
+        self._listener = listener
+        self._deadlines = deadlines
+        self._connection: UpstreamConnection | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._head: ResponseHead | None = None
+        self._attempts = 0
+        self._body_bytes = 0
+        self._previous_chunk = self._last_chunk = b""
+        self._rechunk = False
+        self._whole: list[bytes] | None = None
+        """The body so far, where it must be re-framed as a whole (chunked upstream, HTTP/1.0 client)."""
+        self._paused = False
+        self._ended = False
+        self._silent_since = 0.0
+
+    def start(self) -> None:
+        """Make an attempt."""
+        self._attempts += 1
+        connection = self._listener.attempt.connections.acquire()
+        if connection is not None:
+            self._send(connection)
+        else:
+            self._connecting = asyncio.ensure_future(self._connect())
+
+    def _send(self, connection: UpstreamConnection) -> None:
+        self._connection = connection
+        self._silent_since = self._deadlines.now
+        connection.send(self, self._listener.attempt.request_parts)
+
+    async def _connect(self) -> None:
+        try:
+            connection = await self._listener.attempt.connections.connect(self._deadlines.connect_seconds)
+        except OSError as error:
+            self._connecting = None
+            kind = "timed out" if isinstance(error, TimeoutError) else "refused"
+            self._failed_before_answer(f"connection {kind}", elsewhere=True)
+            return
+        self._connecting = None
+        if self._ended:
+            connection.abort()
+        else:
+            self._send(connection)
+
+    # upstream.Receiver
+
+    def response_started(self, head: ResponseHead) -> None:
+        self._head = head
+        lines = [status_line(head.status)]
+        event_stream = False
+        for name, value in forwardable(head.headers, _DROPPED_FROM_ANSWERS):
+            if name == b"content-type" and value.startswith(b"text/event-stream"):
+                event_stream = True
+            lines += (name, b": ", value, b"\r\n")
+        if event_stream:
+            lines.append(_stream_headers(head.headers))
+        lines += (self._listener.attempt.answer_headers, self._framing(head.length), b"\r\n")
+        self._client.write(b"".join(lines))
+
+    def _framing(self, length: int) -> bytes:
+        """The header that says where our answer's body ends."""
+        if length >= 0:
+            return b"content-length: %d\r\n" % length
+        if self._client.http10:
+            self._whole = [] if length == CHUNKED else None
+            return b"connection: close\r\n"
+        self._rechunk = length == UNTIL_CLOSE
+        return b"transfer-encoding: chunked\r\n"
+
+    def response_body(self, data: bytes, done: bool) -> None:
+        if not self._body_bytes and data:
+            self._listener.first_byte()
+        if done:
+            # It may be serving another request already: what the client does from here on is not its concern.
+            self._connection = None
+        self._silent_since = self._deadlines.now
+        self._body_bytes += len(data)
+        self._previous_chunk, self._last_chunk = self._last_chunk, data
+        if self._rechunk or self._whole is not None:
+            self._write_reframed(data, done)
+        elif data:
+            self._client.write(data)
+        if done:
+            self._end(Ending.COMPLETE)
+            self._client.answer_complete(not (self._client.http10 and self._head_length() < 0))
+
+    def _head_length(self) -> int:
+        return self._head.length if self._head is not None else 0
+
+    def _write_reframed(self, data: bytes, done: bool) -> None:
+        if self._whole is not None:
+            self._whole.append(data)
+            if done:
+                self._client.write(dechunk(b"".join(self._whole)))
+            return
+        if data:
+            self._client.write(b"%x\r\n%b\r\n" % (len(data), data))
+        if done:
+            self._client.write(_LAST_CHUNK)
+
+    def upstream_failed(self, reason: str, response_begun: bool, reused: bool) -> None:
+        connection, self._connection = self._connection, None
+        if self._head is not None:
+            self._broke_midway(reason, connection)
+        elif response_begun:
+            self._refuse(UpstreamFailed("The worker's answer was not valid HTTP."))
+        else:
+            # A kept-alive connection may have been closed under our request; that says nothing about the worker.
+            self._failed_before_answer(reason, elsewhere=not reused)
+
+    def _failed_before_answer(self, reason: str, elsewhere: bool) -> None:
+        if self._ended:
+            return
+        if self._attempts < ATTEMPTS_MAX and self._listener.retry(reason, elsewhere):
+            self.start()
+        else:
+            self._refuse(UpstreamUnavailable("No worker could be reached for this request."))
+
+    def _broke_midway(self, reason: str, connection: UpstreamConnection | None) -> None:
+        between_chunks = self._rechunk or (connection is not None and connection.at_chunk_boundary)
+        if between_chunks and self._is_event_stream() and self._ends_event():
+            message = "The worker broke off before the end of its answer."
+            error = {"error": {"message": message, "type": "server_error", "param": None, "code": "upstream_failed"}}
+            event = b"data: %b\n\n" % orjson.dumps(error)
+            self._client.write(b"%x\r\n%b\r\n" % (len(event), event))
+        self._end(Ending.UPSTREAM_BROKE)
+        self._client.abort()
+
+    def _is_event_stream(self) -> bool:
+        assert self._head is not None  # noqa: S101
+        return any(
+            name == b"content-type" and value.startswith(b"text/event-stream") for name, value in self._head.headers
+        )
+
+    def _ends_event(self) -> bool:
+        """Whether the last event is complete, so that ours would not be read as a part of it."""
+        tail = self._tail()
+        return not tail or tail.endswith(_EVENT_ENDS)
+
+    # The client's side
+
+    @property
+    def unanswered(self) -> bool:
+        """Whether nothing has been written to the client yet."""
+        return self._head is None
+
+    def client_gone(self) -> None:
+        """The client closed its connection."""
+        self._drop_upstream()
+        self._end(Ending.CLIENT_GONE)
+
+    def pause(self) -> None:
+        """The client reads slowly: stop reading from the worker."""
+        self._paused = True
+        if self._connection is not None:
+            self._connection.pause()
+
+    def resume(self) -> None:
+        self._paused = False
+        if self._connection is not None:
+            self._connection.resume()
+
+    # Deadlines
+
+    def check(self, now: float) -> None:
+        """Called about once a second: has the worker been silent for too long?"""
+        if self._connection is None or self._paused:
+            self._silent_since = now
+            return
+        limit = self._deadlines.first_byte_seconds if self._head is None else self._deadlines.idle_seconds
+        if limit is None or now - self._silent_since < limit:
+            return
+        connection = self._connection
+        if self._head is None:
+            self._drop_upstream()
+            self._refuse(UpstreamTimeout("The worker did not answer in time."))
+        else:
+            connection.abort()
+            self._connection = None
+            self._broke_midway("silent", connection)
+
+    # Ends
+
+    def _drop_upstream(self) -> None:
+        connecting, self._connecting = self._connecting, None
+        connection, self._connection = self._connection, None
+        if connecting is not None:
+            connecting.cancel()
+        if connection is not None:
+            connection.abort()
+
+    def fail(self, error: ServiceError | None = None) -> None:
+        """End with an error of our own, before anything was sent."""
+        self._drop_upstream()
+        self._refuse(error or InternalError())
+
+    def _refuse(self, error: ServiceError) -> None:
+        if self._ended:
+            return
+        self._end(Ending.REFUSED, error.status)
+        self._client.answer_error(error)
+
+    def _tail(self) -> bytes:
+        last = self._last_chunk
+        if len(last) < _TAIL_BYTES:
+            last = self._previous_chunk + last
+        return last[-_TAIL_BYTES:]
+
+    def _end(self, ending: Ending, status: int | None = None) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        head_status = self._head.status if self._head is not None else 0
+        self._listener.ended(ending, status or head_status, self._body_bytes, self._tail())
+
+
+class Deadlines:
+    """How long an exchange may wait for what. `now` is the loop's time, refreshed by the edge's sweep."""
+
+    __slots__ = ("connect_seconds", "first_byte_seconds", "idle_seconds", "now")
+
+    def __init__(self, connect_seconds: float, first_byte_seconds: float | None, idle_seconds: float | None) -> None:
+        self.connect_seconds = connect_seconds
+        self.first_byte_seconds = first_byte_seconds
+        self.idle_seconds = idle_seconds
+        self.now = 0.0
+
+
+def _stream_headers(headers: Headers) -> bytes:
+    """What keeps proxies in front of us from buffering an event stream, unless the worker has said it."""
+    names = {name for name, _ in headers}
+    lines = b""
+    if b"cache-control" not in names:
+        lines += b"cache-control: no-cache\r\n"
+    if b"x-accel-buffering" not in names:
+        lines += b"x-accel-buffering: no\r\n"
+    return lines

@@ -1,0 +1,298 @@
+"""HTTP/1.1 framing, without I/O: heads in, heads out, and where a body ends (RFC 9112).
+
+The edge splices bodies: it never needs a chunk's content, only the message's last byte. `BodyEnd` finds it by walking
+chunk headers, one `find` and one `int` for each, and leaves the bytes alone.
+"""
+
+import re
+from http import HTTPStatus
+from typing import NamedTuple
+
+from gateway.errors import BadRequest, HeaderTooLarge
+
+Headers = list[tuple[bytes, bytes]]
+"""(lower-case name, value) in order of arrival."""
+
+HEADER_COUNT_MAX = 200
+HEADER_BYTES_MAX = 65_536
+CHUNK_LINE_BYTES_MAX = 256
+TRAILER_BYTES_MAX = 16_384
+
+# RFC 9110 7.6.1, and those that belong to one connection by their nature.
+HOP_BY_HOP = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+
+_TOKEN = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+").fullmatch
+_VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*").fullmatch
+_TARGET = re.compile(rb"[\x21-\x7e\x80-\xff]+").fullmatch
+_DIGITS = re.compile(rb"[0-9]{1,18}").fullmatch
+_CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,16})[ \t]*(?:;[\t\x20-\x7e\x80-\xff]*)?").fullmatch
+_STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9][0-9])(?: [\t\x20-\x7e\x80-\xff]*)?").fullmatch
+
+_STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+
+CHUNKED = -1
+UNTIL_CLOSE = -2
+
+
+def status_line(status: int) -> bytes:
+    return _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
+
+
+class FramingError(Exception):
+    """The peer broke HTTP's framing; the connection cannot be used any further."""
+
+
+class RequestHead(NamedTuple):
+    method: bytes
+    target: bytes
+    headers: Headers
+    length: int
+    """Body bytes, or CHUNKED."""
+    keep_alive: bool
+    http10: bool
+    expects_continue: bool
+
+    @property
+    def path(self) -> bytes:
+        return self.target.partition(b"?")[0]
+
+    def get(self, name: bytes) -> bytes | None:
+        """The first value of a header (lower-case name)."""
+        for header, value in self.headers:
+            if header == name:
+                return value
+        return None
+
+
+class ResponseHead(NamedTuple):
+    status: int
+    headers: Headers
+    length: int
+    """Body bytes, CHUNKED, or UNTIL_CLOSE."""
+    keep_alive: bool
+
+
+def parse_request_head(head: bytes) -> RequestHead:
+    """Parse a request head (without its blank line). Raises BadRequest or HeaderTooLarge."""
+    lines = head.split(b"\r\n")
+    parts = lines[0].split(b" ")
+    if len(parts) != 3 or not _TOKEN(parts[0]) or not _TARGET(parts[1]):
+        raise BadRequest("Malformed HTTP request line.")
+    method, target, version = parts
+    if version not in (b"HTTP/1.1", b"HTTP/1.0"):
+        raise BadRequest("Only HTTP/1.1 and HTTP/1.0 are spoken here.")
+    http10 = version == b"HTTP/1.0"
+    if len(lines) > HEADER_COUNT_MAX:
+        raise HeaderTooLarge(HEADER_BYTES_MAX)
+    try:
+        headers = _parse_fields(lines)
+        length = _request_length(headers)
+    except FramingError as error:
+        raise BadRequest(f"{error}") from None
+    connection = expect = host = None
+    for name, value in headers:
+        if name == b"connection":
+            connection = value.lower() if connection is None else connection + b"," + value.lower()
+        elif name == b"expect":
+            expect = value.lower()
+        elif name == b"host":
+            if host is not None:
+                raise BadRequest("More than one Host header.")
+            host = value
+    if host is None and not http10:
+        raise BadRequest("HTTP/1.1 requests need a Host header.")
+    return RequestHead(
+        method, target, headers, length, _keeps_alive(connection, http10), http10, expect == b"100-continue"
+    )
+
+
+def parse_response_head(head: bytes, request_method: bytes = b"POST") -> ResponseHead:
+    """Parse a response head (without its blank line). Raises FramingError."""
+    lines = head.split(b"\r\n")
+    match = _STATUS_LINE(lines[0])
+    if match is None:
+        raise FramingError("malformed status line")
+    headers = _parse_fields(lines)
+    status = int(match[2])
+    connection = None
+    length = chunked = None
+    for name, value in headers:
+        if name == b"content-length":
+            length = _content_length(value, length)
+        elif name == b"transfer-encoding":
+            chunked = value.lower() if chunked is None else chunked + b"," + value.lower()
+        elif name == b"connection":
+            connection = value.lower()
+    keep_alive = _keeps_alive(connection, match[1] == b"0")
+    if request_method == b"HEAD" or status < 200 or status in (204, 304):
+        return ResponseHead(status, headers, 0, keep_alive)
+    if chunked is not None:
+        if chunked != b"chunked" or length is not None:
+            raise FramingError("unsupported transfer coding in a response")
+        return ResponseHead(status, headers, CHUNKED, keep_alive)
+    if length is None:
+        return ResponseHead(status, headers, UNTIL_CLOSE, False)
+    return ResponseHead(status, headers, length, keep_alive)
+
+
+def _parse_fields(lines: list[bytes]) -> Headers:
+    headers: Headers = []
+    for line in lines[1:]:
+        name, colon, value = line.partition(b":")
+        # A name that is no token also catches folded lines and white space before the colon: both smuggle.
+        if not colon or not _TOKEN(name):
+            raise FramingError("Malformed header line.")
+        value = value.strip(b" \t")
+        if not _VALUE(value):
+            raise FramingError("A header value holds control characters.")
+        headers.append((name.lower(), value))
+    return headers
+
+
+def _request_length(headers: Headers) -> int:
+    length = coding = None
+    for name, value in headers:
+        if name == b"content-length":
+            length = _content_length(value, length)
+        elif name == b"transfer-encoding":
+            coding = value.lower() if coding is None else coding + b"," + value.lower()
+    if coding is None:
+        return length or 0
+    if coding != b"chunked":
+        raise FramingError("Unsupported transfer coding.")
+    if length is not None:
+        raise FramingError("Both Content-Length and Transfer-Encoding.")
+    return CHUNKED
+
+
+def _content_length(value: bytes, earlier: int | None) -> int:
+    if not _DIGITS(value):
+        raise FramingError("Malformed Content-Length.")
+    length = int(value)
+    if earlier is not None and earlier != length:
+        raise FramingError("Conflicting Content-Length headers.")
+    return length
+
+
+def _keeps_alive(connection: bytes | None, http10: bool) -> bool:
+    if connection is None:
+        return not http10
+    tokens = {token.strip() for token in connection.split(b",")}
+    return b"keep-alive" in tokens if http10 else b"close" not in tokens
+
+
+def forwardable(headers: Headers, dropped: frozenset[bytes]) -> Headers:
+    """The headers that may travel on: neither hop by hop, nor named by Connection, nor in `dropped`."""
+    named = [value for name, value in headers if name == b"connection"]
+    if not named:
+        return [field for field in headers if field[0] not in dropped]
+    listed = {token.strip().lower() for value in named for token in value.split(b",")}
+    return [field for field in headers if field[0] not in dropped and field[0] not in listed]
+
+
+class BodyEnd:
+    """Finds the last byte of one body among the bytes fed to it.
+
+    `length` as in the heads. `feed(data)` answers how many bytes of `data` belong to the body; `done` says that the
+    last of them has been seen; `at_chunk_boundary` that a chunk of our own could follow what has been fed.
+    Raises FramingError.
+    """
+
+    __slots__ = ("_chunked", "_line", "_remaining", "_trailer", "done")
+
+    def __init__(self, length: int) -> None:
+        self._chunked = length == CHUNKED
+        self._remaining = 0 if self._chunked else length
+        self._line = b""
+        """An incomplete chunk header, kept until its line ends."""
+        self._trailer = False
+        self.done = length == 0
+
+    @property
+    def at_chunk_boundary(self) -> bool:
+        return self._chunked and not self._remaining and not self._line and not self._trailer
+
+    def feed(self, data: bytes) -> int:
+        if self._chunked:
+            return self._feed_chunked(data)
+        if self._remaining == UNTIL_CLOSE:
+            return len(data)
+        taken = min(self._remaining, len(data))
+        self._remaining -= taken
+        self.done = self._remaining == 0
+        return taken
+
+    def _feed_chunked(self, data: bytes) -> int:
+        # `_remaining` counts a chunk's data and the line end behind it, so that boundaries are chunk starts.
+        size = len(data)
+        position = self._remaining
+        if position > size:
+            self._remaining = position - size
+            return size
+        self._remaining = 0
+        while position < size:
+            if self._trailer:
+                return self._feed_trailer(data, position)
+            line_end = data.find(b"\n", position)
+            if line_end < 0:
+                self._line += data[position:]
+                if len(self._line) > CHUNK_LINE_BYTES_MAX:
+                    raise FramingError("chunk header too long")
+                return size
+            line = self._line + data[position:line_end]
+            self._line = b""
+            match = _CHUNK_SIZE(line[:-1]) if line.endswith(b"\r") else None
+            if match is None:
+                raise FramingError("malformed chunk header")
+            position = line_end + 1
+            chunk = int(match[1], 16)
+            if not chunk:
+                self._trailer = True
+                continue
+            position += chunk + 2
+        self._remaining = position - size
+        return size
+
+    def _feed_trailer(self, data: bytes, position: int) -> int:
+        """The lines after the last chunk, up to an empty one."""
+        while True:
+            line_end = data.find(b"\n", position)
+            if line_end < 0:
+                self._line += data[position:]
+                if len(self._line) > TRAILER_BYTES_MAX:
+                    raise FramingError("trailer too long")
+                return len(data)
+            line = self._line + data[position:line_end]
+            self._line = b""
+            position = line_end + 1
+            if line == b"\r":
+                self.done = True
+                return position
+
+
+def dechunk(data: bytes) -> bytes:
+    """The content of a complete chunked body, as `BodyEnd` has delimited it."""
+    parts: list[bytes] = []
+    position = 0
+    while True:
+        line_end = data.index(b"\n", position)
+        size = int(data[position:line_end].partition(b";")[0], 16)
+        if not size:
+            return b"".join(parts)
+        start = line_end + 1
+        if data[start + size : start + size + 2] != b"\r\n":
+            raise FramingError("chunk without a line end")
+        parts.append(data[start : start + size])
+        position = start + size + 2

@@ -1,0 +1,438 @@
+"""The edge's hot path: an asyncio protocol that uvicorn runs as its `http=` class.
+
+Inference requests are served in callbacks: no ASGI scope, no task, no stream objects. Everything else on the same
+connection (admin, status, models, documentation) is handed, message by message, to an inner uvicorn protocol and the
+ASGI app behind it. Rules of the file:
+
+* A connection is in one state: between messages or reading a head (`IDLE`), reading a hot body (`READING`), busy with
+  an exchange (`BUSY`), or its current message belongs to the inner protocol (`INNER`).
+* Messages are delimited here, for both kinds, so that hand-over happens only at a message boundary; what follows a
+  message waits in `_buffer` until the answer is complete (pipelining), and reading stops when much of it waits.
+* The end of a client's input is not its departure: a half-closed client still gets its answer. Whether it is gone
+  altogether shows when something is written to it, so it is sent a `102 Processing` if nothing else is due.
+"""
+
+import asyncio
+import logging
+import re
+from collections.abc import Awaitable, Callable
+from enum import Enum, auto
+from typing import Any, NamedTuple, Protocol, cast
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from gateway.edge.exchange import Deadlines, Exchange, Listener
+from gateway.edge.http1 import (
+    CHUNKED,
+    HEADER_BYTES_MAX,
+    BodyEnd,
+    FramingError,
+    RequestHead,
+    dechunk,
+    parse_request_head,
+    status_line,
+)
+from gateway.errors import BadRequest, HeaderTooLarge, InternalError, PayloadTooLarge, RequestTimeout, ServiceError
+
+logger = logging.getLogger("ropeway.edge")
+
+PIPELINED_BYTES_MAX = 262_144
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_PROCESSING = b"HTTP/1.1 102 Processing\r\n\r\n"
+
+
+class Inbound(NamedTuple):
+    """A complete request, as the edge hands it to the pipeline."""
+
+    head: RequestHead
+    path: str
+    """Normalized: one slash between segments, none at the end, no query."""
+    body: bytes
+    client: str
+
+
+class Handler(Protocol):
+    """What the edge asks of the gateway (`gateway.pipeline.Pipeline`)."""
+
+    def owns(self, method: str, path: str) -> bool:
+        """Whether requests for this path are served on the hot path."""
+        ...
+
+    def admit(self, head: RequestHead) -> None:
+        """Refuse a request on its head alone. Raises ServiceError."""
+        ...
+
+    def begin(self, inbound: Inbound) -> Listener | Awaitable[Listener]:
+        """Decide. Raises ServiceError; an awaitable may raise it too."""
+        ...
+
+    def answer_headers(self, head: RequestHead | None) -> bytes:
+        """Header lines for answers that no worker gave (errors)."""
+        ...
+
+
+class EdgeLimits(NamedTuple):
+    body_bytes_max: int
+    connections_max: int
+    receive_seconds_max: float
+    """How long a client may take to send one request."""
+    keep_alive_seconds: float
+
+
+class Edge:
+    """What the connections of one gateway share."""
+
+    def __init__(self, handler: Handler, limits: EdgeLimits, deadlines: Deadlines) -> None:
+        self.handler = handler
+        self.limits = limits
+        self.deadlines = deadlines
+        self.connections: set[EdgeProtocol] = set()
+
+    def protocol(self, **uvicorn_arguments: Any) -> "EdgeProtocol":
+        """A factory in the shape of uvicorn's protocol classes."""
+        return EdgeProtocol(self, uvicorn_arguments)
+
+    async def sweep(self, interval_seconds: float = 1.0) -> None:
+        """Check every connection's deadlines, forever. One timer for all of them costs a request nothing."""
+        loop = asyncio.get_running_loop()
+        while True:
+            now = self.deadlines.now = loop.time()
+            for connection in tuple(self.connections):
+                connection.check(now)
+            await asyncio.sleep(interval_seconds)
+
+
+class State(Enum):
+    IDLE = auto()
+    READING = auto()
+    BUSY = auto()
+    INNER = auto()
+
+
+_SLASHES = re.compile(r"/{2,}")
+
+
+def normalize_path(target: bytes) -> str:
+    """Path of a request target, without query, repeated slashes or a trailing one."""
+    path = target.partition(b"?")[0].decode("latin-1")
+    if "//" in path:
+        path = _SLASHES.sub("/", path)
+    return path.rstrip("/") or "/" if path.endswith("/") else path
+
+
+class _InnerProtocol(HttpToolsProtocol):
+    """uvicorn's own protocol, told to report each complete answer and to leave keep-alive to the edge."""
+
+    answer_sent: Callable[[], None]
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._unset_keepalive_if_required()
+        self.answer_sent()
+
+
+class EdgeProtocol(asyncio.Protocol):
+    """One client connection. Implements `exchange.Client`."""
+
+    def __init__(self, edge: Edge, uvicorn_arguments: dict[str, Any]) -> None:
+        self._edge = edge
+        self._arguments = uvicorn_arguments
+        self._server_state = uvicorn_arguments["server_state"]
+        self._transport: asyncio.Transport = None  # type: ignore[assignment]  # set before any other callback
+        self._state = State.IDLE
+        self._buffer = b""
+        self._head: RequestHead | None = None
+        self._end: BodyEnd | None = None
+        self._parts: list[bytes] = []
+        self._received_bytes = 0
+        self._exchange: Exchange | None = None
+        self._deciding: asyncio.Task[None] | None = None
+        self._inner: _InnerProtocol | None = None
+        self._inner_answered = False
+        self._reading_paused = False
+        self._input_ended = False
+        self._closing = False
+        self._since = edge.deadlines.now
+        """When the connection last changed state, by the sweep's clock."""
+        self._client = ""
+        self.http10 = False
+
+    def __repr__(self) -> str:
+        return f"<EdgeProtocol {self._client} {self._state.name}>"
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        peer = transport.get_extra_info("peername")
+        self._client = peer[0] if isinstance(peer, tuple) else ""
+        self._server_state.connections.add(self)
+        self._edge.connections.add(self)
+        if len(self._edge.connections) > self._edge.limits.connections_max:
+            self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._server_state.connections.discard(self)
+        self._edge.connections.discard(self)
+        self._closing = True
+        if self._deciding is not None:
+            self._deciding.cancel()
+        if self._exchange is not None:
+            self._exchange.client_gone()
+            self._exchange = None
+        if self._inner is not None:
+            self._inner.connection_lost(exc)
+
+    def eof_received(self) -> bool:
+        self._input_ended = True
+        if self._state is State.BUSY:
+            if self._exchange is not None and self._exchange.unanswered and not self.http10:
+                self._transport.write(_PROCESSING)
+            return True
+        return self._state is State.INNER
+
+    def data_received(self, data: bytes) -> None:
+        if self._state is State.READING:
+            self._receive_body(data)
+        elif self._state is State.INNER and self._end is not None and not self._end.done:
+            self._feed_inner(data)
+        else:
+            self._buffer = self._buffer + data if self._buffer else data
+            if self._state is State.IDLE:
+                self._next_message()
+            elif len(self._buffer) > PIPELINED_BYTES_MAX:
+                self._reading_paused = True
+                self._transport.pause_reading()
+
+    def pause_writing(self) -> None:
+        if self._exchange is not None:
+            self._exchange.pause()
+        if self._inner is not None:
+            self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        if self._exchange is not None:
+            self._exchange.resume()
+        if self._inner is not None:
+            self._inner.resume_writing()
+
+    def shutdown(self) -> None:
+        """uvicorn stops: finish the current message, then close."""
+        self._closing = True
+        if self._state is State.IDLE:
+            self._transport.close()
+        elif self._state is State.INNER and self._inner is not None:
+            self._inner.shutdown()
+
+    # Receiving
+
+    def _next_message(self) -> None:
+        """Read a head from the buffer, if one is there, and choose who serves the message."""
+        buffer = self._buffer
+        if buffer.startswith(b"\r\n"):
+            buffer = self._buffer = buffer.lstrip(b"\r\n")
+        end = buffer.find(b"\r\n\r\n")
+        if end < 0 or end > HEADER_BYTES_MAX:
+            if len(buffer) > HEADER_BYTES_MAX:
+                self._refuse(HeaderTooLarge(HEADER_BYTES_MAX))
+            return
+        try:
+            head = self._head = parse_request_head(buffer[:end])
+            self.http10 = head.http10
+            self._since = self._edge.deadlines.now
+            path = normalize_path(head.target)
+            self._end = BodyEnd(head.length)
+            if self._edge.handler.owns(head.method.decode("latin-1"), path):
+                self._buffer = b""
+                self._begin_reading(head, buffer[end + 4 :])
+            else:
+                self._begin_inner(buffer, end + 4)
+        except ServiceError as error:
+            self._refuse(error)
+
+    def _begin_reading(self, head: RequestHead, rest: bytes) -> None:
+        self._edge.handler.admit(head)
+        if head.length > self._edge.limits.body_bytes_max:
+            raise PayloadTooLarge(self._edge.limits.body_bytes_max)
+        self._state = State.READING
+        self._parts = []
+        self._received_bytes = 0
+        if head.expects_continue and not rest:
+            self._transport.write(_CONTINUE)
+        self._receive_body(rest)
+
+    def _receive_body(self, data: bytes) -> None:
+        assert self._end is not None  # noqa: S101
+        try:
+            taken = 0 if self._end.done else self._end.feed(data)
+        except FramingError as error:
+            self._refuse(BadRequest(f"Malformed request body: {error}."))
+            return
+        self._received_bytes += taken
+        if self._received_bytes > self._edge.limits.body_bytes_max:
+            self._refuse(PayloadTooLarge(self._edge.limits.body_bytes_max))
+            return
+        if taken:
+            self._parts.append(data if taken == len(data) else data[:taken])
+        self._buffer = data[taken:]
+        if self._end.done:
+            self._body_complete()
+
+    def _body_complete(self) -> None:
+        head = self._head
+        assert head is not None  # noqa: S101
+        parts, self._parts = self._parts, []
+        body = parts[0] if len(parts) == 1 else b"".join(parts)
+        self._state = State.BUSY
+        try:
+            if head.length == CHUNKED:
+                body = _content_of(body)
+            listener = self._edge.handler.begin(Inbound(head, normalize_path(head.target), body, self._client))
+        except ServiceError as error:
+            self.answer_error(error)
+            return
+        except Exception:
+            logger.exception("the pipeline failed")
+            self.answer_error(InternalError())
+            return
+        if isinstance(listener, Awaitable):
+            self._deciding = asyncio.ensure_future(self._decide_later(listener))
+        else:
+            self._start(listener)
+
+    async def _decide_later(self, pending: Awaitable[Listener]) -> None:
+        try:
+            listener = await pending
+        except ServiceError as error:
+            self._deciding = None
+            self.answer_error(error)
+        except Exception:
+            logger.exception("the pipeline failed")
+            self._deciding = None
+            self.answer_error(InternalError())
+        else:
+            self._deciding = None
+            self._start(listener)
+
+    def _start(self, listener: Listener) -> None:
+        self._exchange = Exchange(self, listener, self._edge.deadlines)
+        self._exchange.start()
+
+    # exchange.Client
+
+    def write(self, data: bytes) -> None:
+        self._transport.write(data)
+
+    def answer_complete(self, keep_alive: bool) -> None:
+        self._exchange = None
+        assert self._head is not None  # noqa: S101
+        self._message_done(keep_alive and self._head.keep_alive)
+
+    def answer_error(self, error: ServiceError) -> None:
+        """Answer the current message, whose body has been read, with an error object."""
+        self._exchange = None
+        keep_alive = self._head is not None and self._head.keep_alive and not error.closes_connection
+        self._write_error(error, keep_alive)
+        self._message_done(keep_alive)
+
+    def abort(self) -> None:
+        self._exchange = None
+        # Not `abort()`: what has been written (an error event, perhaps) should still arrive. The body's end does not.
+        self._transport.close()
+
+    def _refuse(self, error: ServiceError) -> None:
+        """Answer with an error and close: where the message ends is not known, or not worth reading for."""
+        self._parts = []
+        self._buffer = b""
+        self._state = State.BUSY
+        self._closing = True
+        self._write_error(error, keep_alive=False)
+        self._transport.close()
+
+    def _write_error(self, error: ServiceError, keep_alive: bool) -> None:
+        if self._transport.is_closing():
+            return
+        body = error.body()
+        lines = [status_line(error.status)]
+        lines += [b"%b: %b\r\n" % field for field in error.headers() if field[0] != b"connection"]
+        lines.append(self._edge.handler.answer_headers(self._head))
+        if not keep_alive:
+            lines.append(b"connection: close\r\n")
+        lines.append(b"content-length: %d\r\n\r\n%b" % (len(body), body))
+        self._transport.write(b"".join(lines))
+
+    def _message_done(self, keep_alive: bool) -> None:
+        self._head = None
+        self._end = None
+        self._state = State.IDLE
+        self._since = self._edge.deadlines.now
+        if not keep_alive or self._closing or (self._input_ended and not self._buffer):
+            self._transport.close()
+            return
+        if self._reading_paused:
+            self._reading_paused = False
+            self._transport.resume_reading()
+        if self._buffer:
+            # From the loop, not from here: a long pipeline must not become a deep stack.
+            asyncio.get_running_loop().call_soon(self._resume_messages)
+
+    def _resume_messages(self) -> None:
+        if self._state is State.IDLE and not self._transport.is_closing():
+            self._next_message()
+
+    # The inner protocol
+
+    def _begin_inner(self, buffer: bytes, head_bytes: int) -> None:
+        if self._inner is None:
+            self._inner = _InnerProtocol(**self._arguments)
+            self._inner.answer_sent = self._inner_answer_sent
+            self._inner.connection_made(self._transport)
+            # uvicorn would otherwise count, and shut down, the connection twice.
+            self._server_state.connections.discard(self._inner)
+        self._state = State.INNER
+        self._inner_answered = False
+        self._buffer = b""
+        self._inner.data_received(buffer[:head_bytes])
+        self._feed_inner(buffer[head_bytes:])
+
+    def _feed_inner(self, data: bytes) -> None:
+        assert self._end is not None  # noqa: S101
+        assert self._inner is not None  # noqa: S101
+        try:
+            taken = 0 if self._end.done else self._end.feed(data)
+        except FramingError:
+            self._refuse(BadRequest("Malformed request body."))
+            return
+        if taken:
+            self._inner.data_received(data[:taken])
+        self._buffer = data[taken:]
+        self._inner_done()
+
+    def _inner_answer_sent(self) -> None:
+        self._inner_answered = True
+        self._inner_done()
+
+    def _inner_done(self) -> None:
+        if self._state is State.INNER and self._inner_answered and self._end is not None and self._end.done:
+            keep_alive = self._head is not None and self._head.keep_alive and not self._transport.is_closing()
+            self._message_done(keep_alive)
+
+    # Deadlines
+
+    def check(self, now: float) -> None:
+        """Called by the sweep."""
+        limits = self._edge.limits
+        if self._exchange is not None:
+            self._exchange.check(now)
+        elif self._state is State.READING or (self._state is State.IDLE and self._buffer):
+            if now - self._since > limits.receive_seconds_max:
+                self._refuse(RequestTimeout("The request did not arrive in time."))
+        elif self._state is State.IDLE and now - self._since > limits.keep_alive_seconds:
+            self._transport.close()
+
+
+def _content_of(chunked_body: bytes) -> bytes:
+    try:
+        return dechunk(chunked_body)
+    except (FramingError, ValueError):
+        raise BadRequest("Malformed chunked request body.") from None

@@ -1,0 +1,206 @@
+"""Connections to workers: one request at a time on each, kept open, response bytes handed on as they come.
+
+No client library stands between a worker's socket and the client's: an `UpstreamConnection` is a protocol whose
+`data_received` finds where the response's body ends and gives its bytes to the request's `Receiver`.
+"""
+
+import asyncio
+import ssl
+from typing import Protocol, cast
+
+from gateway.edge.http1 import UNTIL_CLOSE, BodyEnd, FramingError, ResponseHead, parse_response_head
+
+RESPONSE_HEAD_BYTES_MAX = 65_536
+
+
+class Receiver(Protocol):
+    """Who gets a response. Exactly one of `response_body(..., done=True)` and `upstream_failed` ends it."""
+
+    def response_started(self, head: ResponseHead) -> None: ...
+
+    def response_body(self, data: bytes, done: bool) -> None:
+        """Bytes of the body as they stand on the wire, chunk headers included where the head says CHUNKED."""
+        ...
+
+    def upstream_failed(self, reason: str, response_begun: bool, reused: bool) -> None:
+        """The connection was lost or broke HTTP. `reused`: it had carried a request before this one."""
+        ...
+
+
+class UpstreamConnection(asyncio.Protocol):
+    __slots__ = ("_end", "_head", "_head_bytes", "_pool", "_receiver", "requests", "transport")
+
+    def __init__(self, pool: "UpstreamPool") -> None:
+        self._pool = pool
+        self._receiver: Receiver | None = None
+        self._head_bytes = b""
+        self._head: ResponseHead | None = None
+        self._end: BodyEnd | None = None
+        self.requests = 0
+        self.transport: asyncio.Transport | None = None
+
+    def send(self, receiver: Receiver, parts: list[bytes]) -> None:
+        """Send one request and have its response delivered to `receiver`."""
+        assert self._receiver is None  # noqa: S101  a connection carries one request at a time
+        assert self.transport is not None  # noqa: S101
+        self._receiver = receiver
+        self._head = self._end = None
+        self._head_bytes = b""
+        self.requests += 1
+        self.transport.writelines(parts)
+
+    def abort(self) -> None:
+        """Drop the connection at once: the worker learns that nobody waits for the answer."""
+        self._receiver = None
+        if self.transport is not None:
+            self.transport.abort()
+
+    def pause(self) -> None:
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.pause_reading()
+
+    def resume(self) -> None:
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    @property
+    def at_chunk_boundary(self) -> bool:
+        return self._end is not None and self._end.at_chunk_boundary
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self._pool.opened(self)
+
+    def data_received(self, data: bytes) -> None:
+        receiver = self._receiver
+        if receiver is None:
+            # A worker that speaks unasked (a late 408, say) is about to close.
+            self.abort()
+            return
+        try:
+            if self._end is None:
+                data = self._receive_head(data, receiver)
+                if self._end is None or (not data and not self._end.done):
+                    return
+            taken = self._end.feed(data)
+        except FramingError as error:
+            self._fail(str(error))
+            return
+        if not self._end.done:
+            receiver.response_body(data, False)
+            return
+        self._complete(receiver, data[:taken] if taken < len(data) else data, surplus=taken < len(data))
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._pool.closed(self)
+        receiver = self._receiver
+        if receiver is None:
+            return
+        if self._head is not None and self._head.length == UNTIL_CLOSE and exc is None:
+            self._receiver = None
+            receiver.response_body(b"", True)
+            return
+        self._fail("connection lost" if exc is None else f"connection lost: {type(exc).__name__}")
+
+    # Steps
+
+    def _receive_head(self, data: bytes, receiver: Receiver) -> bytes:
+        """Collect the head; returns what follows it."""
+        buffer = self._head_bytes + data if self._head_bytes else data
+        while True:
+            end = buffer.find(b"\r\n\r\n")
+            if end < 0:
+                if len(buffer) > RESPONSE_HEAD_BYTES_MAX:
+                    raise FramingError("response head too large")
+                self._head_bytes = buffer
+                return b""
+            head = parse_response_head(buffer[:end])
+            buffer = buffer[end + 4 :]
+            if head.status >= 200:
+                break
+            if head.status == 101:
+                raise FramingError("the worker switched protocols unasked")
+        self._head = head
+        self._head_bytes = b""
+        self._end = BodyEnd(head.length)
+        receiver.response_started(head)
+        return buffer
+
+    def _complete(self, receiver: Receiver, data: bytes, surplus: bool) -> None:
+        assert self._head is not None  # noqa: S101
+        self._receiver = None
+        if self._head.keep_alive and not surplus and self.transport is not None and not self.transport.is_closing():
+            self._pool.release(self)
+        elif self.transport is not None:
+            self.transport.close()
+        receiver.response_body(data, True)
+
+    def _fail(self, reason: str) -> None:
+        receiver, self._receiver = self._receiver, None
+        if self.transport is not None:
+            self.transport.abort()
+        if receiver is not None:
+            begun = self._head is not None or bool(self._head_bytes)
+            receiver.upstream_failed(reason, begun, self.requests > 1)
+
+
+class UpstreamPool:
+    """Connections to one worker. Unbounded while in use (the worker queues, not we), bounded when idle."""
+
+    def __init__(self, host: str, port: int, tls: ssl.SSLContext | None = None, idle_max: int = 256) -> None:
+        self.host = host
+        self.port = port
+        self._tls = tls
+        self._idle_max = idle_max
+        self._idle: list[UpstreamConnection] = []
+        self._open: set[UpstreamConnection] = set()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    @property
+    def idle(self) -> int:
+        return len(self._idle)
+
+    def acquire(self) -> UpstreamConnection | None:
+        """An idle connection, the most recently used first; None when one must be opened."""
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.transport is not None and not connection.transport.is_closing():
+                return connection
+        return None
+
+    async def connect(self, timeout_seconds: float) -> UpstreamConnection:
+        """Open a connection. Raises OSError (TimeoutError among them)."""
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(timeout_seconds):
+            _, connection = await loop.create_connection(
+                lambda: UpstreamConnection(self), self.host, self.port, ssl=self._tls
+            )
+        return connection
+
+    def opened(self, connection: UpstreamConnection) -> None:
+        self._open.add(connection)
+
+    def closed(self, connection: UpstreamConnection) -> None:
+        self._open.discard(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def release(self, connection: UpstreamConnection) -> None:
+        if len(self._idle) < self._idle_max:
+            self._idle.append(connection)
+        elif connection.transport is not None:
+            connection.transport.close()
+
+    def close_idle(self) -> None:
+        """Close what no request uses: the worker is gone or the gateway stops."""
+        idle, self._idle = self._idle, []
+        for connection in idle:
+            if connection.transport is not None:
+                connection.transport.close()

@@ -1,0 +1,274 @@
+"""Reads one worker rank's KV events into the index.
+
+    SUB socket ─┐
+                ├─► SequenceTracker ─► queue ─► decode ─► re-key ─► index.apply
+    DEALER ─────┘   (what, in order)   (a little each turn of the loop)
+
+The live stream is a PUB socket that an engine binds; what is missing of it is asked for at its replay socket. Each
+replay has a socket of its own, so that late answers to one that was given up never mix with the next.
+
+Applying is spread over the event loop's turns: requests share the loop, and a burst of events must not delay them.
+When applying falls behind, reading stops, then ZeroMQ's queue fills, then the publisher drops: a gap, which a replay
+fills. Memory stays bounded at each stage.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import zmq
+import zmq.asyncio
+
+from cachecore.events import decode_batch
+from cachecore.holders import Worker
+from cachecore.index.contract import PrefixIndex
+from cachecore.rekey import Rekeyer, RekeyStats
+from gateway.fleet.sequence import Action, Apply, Replay, SequenceTracker, Void, VoidReason
+
+logger = logging.getLogger(__name__)
+
+_END_OF_REPLAY: Final = b"\xff" * 8
+_MESSAGE_BYTES_MAX: Final = 64 * 2**20
+_SEQUENCE_BYTES: Final = 8
+_READS_PER_TURN: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class EventSource:
+    """Where a rank's events come from, and how they are taken in."""
+
+    live_endpoint: str
+    replay_endpoint: str | None = None
+    topic: str = ""
+    """Prefix of the topics to read; empty reads all."""
+    bind: bool = False
+    """Bind the live endpoint, for engines configured to connect to it."""
+    expected_rank: int | None = None
+    """Batches that name another data-parallel rank are dropped and counted; None takes all."""
+    replay_timeout_seconds: float = 5.0
+    """Silence after which a replay is given up."""
+    waiting_batches_max: int = 10_000
+    """Live batches that wait for a replay; as many may wait to be applied, and in ZeroMQ's own queue."""
+    turn_seconds: float = 0.001
+    """How long to apply batches before other work of the loop gets its turn (one batch at least)."""
+
+
+@dataclass(slots=True)
+class IntakeStats:
+    """Counters only grow."""
+
+    batches: int = 0
+    """Applied."""
+    events: int = 0
+    malformed: int = 0
+    """Events that could not be read, and messages without the right frames."""
+    other_rank: int = 0
+    stale: int = 0
+    """Batches that the index had seen."""
+    gaps: int = 0
+    """Times that batches were lost for good and the holder was cleared."""
+    restarts: int = 0
+    replays: int = 0
+    """Asked for, the first one included."""
+    replays_failed: int = 0
+    queued: int = 0
+    """Batches that wait to be applied."""
+    lag_seconds: float = 0.0
+    """Age of the last batch when it was applied, by the worker's clock and ours."""
+    last_seen: float | None = None
+    """Monotonic time of the last live message; None before the first."""
+
+
+class EventIntake:
+    """Follows the events of one rank of one life of a worker, from `start` to `stop`, on the running loop.
+
+    `on_void` is called after everything known of the holder was dropped: its trust falls until events rebuild it.
+    """
+
+    def __init__(
+        self,
+        holder: Worker,
+        source: EventSource,
+        index: PrefixIndex,
+        rekeyer: Rekeyer,
+        context: zmq.asyncio.Context,
+        on_void: Callable[[VoidReason], None] = lambda reason: None,
+    ) -> None:
+        self.holder = holder
+        self.source = source
+        self._index = index
+        self._rekeyer = rekeyer
+        self._context = context
+        self._on_void = on_void
+        self._tracker = SequenceTracker(source.waiting_batches_max)
+        self._stats = IntakeStats()
+        self._queue: deque[Apply | Void] = deque()
+        self._filled, self._drained = asyncio.Event(), asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._replay: asyncio.Task[None] | None = None
+        self._reads = 0
+
+    async def start(self) -> None:
+        """Subscribe and ask for the past. Raises zmq.ZMQError for an endpoint that cannot be used."""
+        live = self._socket(zmq.SUB)
+        try:
+            live.setsockopt_string(zmq.SUBSCRIBE, self.source.topic)
+            (live.bind if self.source.bind else live.connect)(self.source.live_endpoint)
+        except zmq.ZMQError:
+            live.close(linger=0)
+            raise
+        self._tasks = [asyncio.create_task(self._read_live(live)), asyncio.create_task(self._apply_queued())]
+        self._do(self._tracker.start())
+
+    async def stop(self) -> None:
+        """Stop reading and close the sockets; what is queued is dropped. Raises what a task of the intake died of."""
+        tasks = [*self._tasks, *([self._replay] if self._replay else [])]
+        self._tasks, self._replay = [], None
+        for task in tasks:
+            task.cancel()
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                raise outcome
+
+    def stats(self) -> IntakeStats:
+        self._stats.queued = len(self._queue)
+        return self._stats
+
+    def rekey_stats(self) -> RekeyStats:
+        return self._rekeyer.stats()
+
+    # ---- reading -----------------------------------------------------------------------------------------------------
+
+    def _socket(self, kind: int) -> zmq.asyncio.Socket:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.RCVHWM, self.source.waiting_batches_max)
+        socket.setsockopt(zmq.MAXMSGSIZE, _MESSAGE_BYTES_MAX)
+        return socket
+
+    async def _read_live(self, live: zmq.asyncio.Socket) -> None:
+        with live:
+            live.linger = 0
+            while True:
+                frames = await live.recv_multipart()
+                self._stats.last_seen = time.monotonic()
+                if len(frames) == 3 and len(frames[1]) == _SEQUENCE_BYTES:
+                    self._do(self._tracker.live(int.from_bytes(frames[1], "big"), frames[2]))
+                else:
+                    self._stats.malformed += 1
+                await self._room()
+
+    async def _read_replay(self, start: int, endpoint: str) -> None:
+        complete = False
+        try:
+            async with asyncio.timeout(None) as silence:
+                complete = await self._request_replay(start, endpoint, silence)
+        except (TimeoutError, zmq.ZMQError):
+            self._stats.replays_failed += 1
+        # The end may ask for another replay, which takes this task's place and must not cancel it.
+        self._replay = None
+        self._do(self._tracker.replay_ended(complete))
+
+    async def _request_replay(self, start: int, endpoint: str, silence: asyncio.Timeout) -> bool:
+        loop = asyncio.get_running_loop()
+        with self._socket(zmq.DEALER) as dealer:
+            dealer.linger = 0
+            dealer.connect(endpoint)
+            await dealer.send_multipart([b"", start.to_bytes(_SEQUENCE_BYTES, "big")])
+            while True:
+                silence.reschedule(loop.time() + self.source.replay_timeout_seconds)
+                frames = await dealer.recv_multipart()
+                silence.reschedule(None)
+                sequence, payload = _replayed(frames)
+                if sequence == _END_OF_REPLAY:
+                    return True
+                if len(sequence) == _SEQUENCE_BYTES:
+                    self._do(self._tracker.replayed(int.from_bytes(sequence, "big"), payload))
+                else:
+                    self._stats.malformed += 1
+                await self._room()
+
+    async def _room(self) -> None:
+        """Wait while too much is queued, and yield now and then: a read that finds a message ready does not."""
+        while len(self._queue) >= self.source.waiting_batches_max:
+            self._drained.clear()
+            await self._drained.wait()
+        self._reads += 1
+        if self._reads % _READS_PER_TURN == 0:
+            await asyncio.sleep(0)
+
+    # ---- acting ------------------------------------------------------------------------------------------------------
+
+    def _do(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Replay):
+                self._start_replay(action.start)
+            else:
+                self._queue.append(action)
+        if self._queue:
+            self._filled.set()
+
+    def _start_replay(self, start: int) -> None:
+        if self._replay is not None:
+            self._replay.cancel()
+            self._replay = None
+        if self.source.replay_endpoint is None:
+            self._do(self._tracker.replay_ended(complete=False))
+            return
+        self._stats.replays += 1
+        self._replay = asyncio.create_task(self._read_replay(start, self.source.replay_endpoint))
+
+    async def _apply_queued(self) -> None:
+        while True:
+            await self._filled.wait()
+            turn_ends = time.perf_counter() + self.source.turn_seconds
+            while self._queue:
+                self._take(self._queue.popleft())
+                if time.perf_counter() >= turn_ends:
+                    break
+            if not self._queue:
+                self._filled.clear()
+            self._drained.set()
+            await asyncio.sleep(0)
+
+    def _take(self, action: Apply | Void) -> None:
+        if isinstance(action, Void):
+            self._void(action.reason)
+            return
+        try:
+            self._apply(action)
+        except Exception:
+            # Half a batch may be in the index. The stream goes on; what it has said so far is not believed.
+            logger.exception("events of %s: batch %d could not be applied", self.holder, action.sequence)
+            self._void(VoidReason.GAP)
+
+    def _apply(self, action: Apply) -> None:
+        batch = decode_batch(action.payload)
+        self._stats.malformed += batch.malformed
+        wanted = self.source.expected_rank
+        events = batch.events
+        if wanted is not None and batch.rank is not None and batch.rank != wanted:
+            self._stats.other_rank += 1
+            events = ()
+        self._stats.batches += 1
+        self._stats.events += len(events)
+        if batch.timestamp:
+            self._stats.lag_seconds = time.time() - batch.timestamp
+        self._stats.stale += not self._index.apply(self.holder, action.sequence, self._rekeyer.rekey(events))
+
+    def _void(self, reason: VoidReason) -> None:
+        self._rekeyer.clear()
+        self._index.forget(self.holder)
+        if reason is VoidReason.GAP:
+            self._stats.gaps += 1
+        else:
+            self._stats.restarts += 1
+        self._on_void(reason)
+
+
+def _replayed(frames: Sequence[bytes]) -> tuple[bytes, bytes]:
+    """Sequence and payload of a replay's answer: `["", topic, sequence, payload]`, formerly without the topic."""
+    return (frames[-2], frames[-1]) if len(frames) in (3, 4) else (b"", b"")

@@ -1,0 +1,101 @@
+"""Asking a worker what it is: models, block size, epoch, event sockets, token ids. One question, one function.
+
+Every question may go unanswered: an OpenAI server need not have more than `/v1/models`. What differs between engines
+stays in here.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from gateway.fleet.worker import Discovery, EventEndpoints, ModelEntry
+
+
+class ProbeError(Exception):
+    """The worker does not answer as an OpenAI server does. The message says how; it is shown to operators."""
+
+
+async def health(client: httpx.AsyncClient, url: str) -> None:
+    """Raises ProbeError unless the worker says it is well. A server without `/health` is asked for its models."""
+    answer = await _get(client, f"{url}/health")
+    if answer.status_code == 404:
+        answer = await _get(client, f"{url}/v1/models")
+    if answer.status_code >= 300:
+        raise ProbeError(f"/health answers {answer.status_code}")
+
+
+async def discover(client: httpx.AsyncClient, url: str) -> Discovery:
+    """Raises ProbeError when the worker lists no models."""
+    answer = await _get(client, f"{url}/v1/models")
+    try:
+        entries = [ModelEntry(entry) for entry in answer.json()["data"]]
+        models = {str(entry["id"]): entry for entry in entries}
+    except (ValueError, KeyError, TypeError):
+        raise ProbeError(f"/v1/models answers {answer.status_code} and no list of models") from None
+    if not models:
+        raise ProbeError("/v1/models lists no model")
+    discovery = Discovery(models)
+    discovery.max_model_len = min((entry.get("max_model_len") or 0 for entry in entries), default=0)
+    _read_server_info(await _get_json(client, f"{url}/server_info"), discovery, url)
+    return discovery
+
+
+def _read_server_info(info: Mapping[str, Any], discovery: Discovery, url: str) -> None:
+    """`/server_info` as our own workers and SGLang answer it."""
+    epoch, block_size = info.get("epoch"), info.get("block_size") or info.get("page_size")
+    if isinstance(epoch, int):
+        discovery.epoch = epoch
+    if isinstance(block_size, int):
+        discovery.block_size_tokens = block_size
+    discovery.tokenizer_fingerprint = str(info.get("tokenizer_fingerprint") or "")
+    events = info.get("kv_events")
+    if isinstance(events, dict) and isinstance(events.get("endpoint"), str):
+        replay = events.get("replay_endpoint")
+        discovery.events = EventEndpoints(
+            _reachable(events["endpoint"], url),
+            _reachable(replay, url) if isinstance(replay, str) else None,
+            str(events.get("topic") or ""),
+            int(events.get("dp_size") or 1),
+        )
+        discovery.block_size_tokens = int(events.get("block_size") or discovery.block_size_tokens)
+
+
+def _reachable(endpoint: str, url: str) -> str:
+    """A bound wildcard (`tcp://*:5557`) is reached at the worker's own host."""
+    host = urlsplit(url).hostname or "127.0.0.1"
+    for wildcard in ("//*:", "//0.0.0.0:", "//[::]:"):
+        endpoint = endpoint.replace(wildcard, f"//{host}:")
+    return endpoint
+
+
+async def tokenize(client: httpx.AsyncClient, url: str, request: Mapping[str, Any]) -> Sequence[int] | None:
+    """Token ids by the worker's own `/tokenize`; None when it has none. Raises ProbeError when it fails."""
+    try:
+        answer = await client.post(f"{url}/tokenize", json=request)
+    except httpx.HTTPError as error:
+        raise ProbeError(f"/tokenize: {type(error).__name__}") from None
+    if answer.status_code in (404, 405, 501):
+        return None
+    try:
+        tokens = answer.json()["tokens"]
+    except (ValueError, KeyError, TypeError):
+        raise ProbeError(f"/tokenize answers {answer.status_code} and no tokens") from None
+    return list(map(int, tokens))
+
+
+async def _get(client: httpx.AsyncClient, url: str) -> httpx.Response:
+    try:
+        return await client.get(url)
+    except httpx.HTTPError as error:
+        raise ProbeError(f"{urlsplit(url).path}: {type(error).__name__}") from None
+
+
+async def _get_json(client: httpx.AsyncClient, url: str) -> Mapping[str, Any]:
+    answer = await _get(client, url)
+    try:
+        document = answer.json() if answer.status_code == 200 else {}
+    except ValueError:
+        return {}
+    return document if isinstance(document, dict) else {}

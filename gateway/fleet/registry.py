@@ -1,0 +1,331 @@
+"""The fleet: which workers there are, what they serve, whether they are well, which life they are in.
+
+Each worker has one task that probes it. A worker is eligible from its first good probe on and until
+`probes.unhealthy_after` probes in a row have failed, or until a request could not connect to it. A new life (the
+process says another epoch, or it comes back after having been away without a word for it) voids all that was known of
+the old one before any request can be decided on it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import httpx
+import zmq
+import zmq.asyncio
+
+from cachecore.holders import Epoch
+from cachecore.prompts.contract import Renderer
+from cachecore.prompts.plain import PlainRenderer
+from cachecore.rekey import Rekeyer
+from cachecore.scope import Naming
+from gateway.config import ProbesConfig, WorkerConfig
+from gateway.errors import BadRequest, ModelNotFound, NotFound, NoWorker
+from gateway.fleet import parity, probe
+from gateway.fleet.intake import EventIntake, EventSource
+from gateway.fleet.knowledge import Knowledge
+from gateway.fleet.probe import ProbeError
+from gateway.fleet.worker import Discovery, ModelEntry, ModelPool, Parity, WorkerRecord
+
+logger = logging.getLogger("ropeway.fleet")
+
+WORKERS_MAX = 1024
+RANKS_MAX = 64
+
+NamingFor = Callable[[ModelPool, str | None, str | None], Naming | None]
+"""(pool, salt, adapter) -> how blocks under that salt are named; None when they cannot be."""
+
+
+class Fleet:
+    """The workers of one gateway. `start` and `stop` own all its tasks."""
+
+    def __init__(
+        self,
+        probes: ProbesConfig,
+        renderers: Mapping[str, Renderer],
+        knowledge: Knowledge,
+        naming_for: NamingFor,
+    ) -> None:
+        self._probes = probes
+        self._renderers = renderers
+        self._knowledge = knowledge
+        self._naming_for = naming_for
+        self._events = zmq.asyncio.Context()
+        self._http = httpx.AsyncClient(timeout=probes.timeout_seconds, trust_env=False)
+        self._tasks: dict[WorkerRecord, asyncio.Task[None]] = {}
+        self.workers: dict[str, WorkerRecord] = {}
+        self.pools: dict[str, ModelPool] = {}
+        self._adapters: dict[str, str] = {}
+        """Adapter to base model."""
+
+    @property
+    def http(self) -> httpx.AsyncClient:
+        """For questions to workers off the hot path."""
+        return self._http
+
+    async def stop(self) -> None:
+        for record in list(self.workers.values()):
+            await self._detach(record)
+        await self._http.aclose()
+        self._events.destroy(linger=0)
+
+    # Membership
+
+    async def register(self, config: WorkerConfig) -> WorkerRecord:
+        """Add a worker and begin to probe it. One of the same name or URL is replaced."""
+        record = WorkerRecord.of(config)
+        if len(self.workers) >= WORKERS_MAX:
+            raise NoWorker(f"the fleet has {WORKERS_MAX} workers already")
+        for other in [w for w in self.workers.values() if w.name == record.name or w.url == record.url]:
+            await self._detach(other)
+        self.workers[record.name] = record
+        self._tasks[record] = asyncio.create_task(self._watch(record), name=f"probe {record.name}")
+        return record
+
+    async def remove(self, name: str) -> None:
+        """Forget a worker. Requests that it is serving go on."""
+        record = self.workers.get(name)
+        if record is None:
+            raise NotFound(f"there is no worker {name!r}")
+        await self._detach(record)
+
+    async def _detach(self, record: WorkerRecord) -> None:
+        record.healthy = False
+        record.reason = "removed"
+        del self.workers[record.name]
+        for pool in self.pools.values():
+            if record in pool.workers:
+                pool.workers.remove(record)
+        for holder in record.holders:
+            self._knowledge.remove(holder)
+        record.connections.close_idle()
+        self._rebuild_models()
+        task = self._tasks.pop(record)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        await _close_intakes(record)
+
+    # Look-up
+
+    def pool(self, model: str) -> tuple[ModelPool, str]:
+        """The pool that serves a model id, and the adapter it names ("" for a base model). Raises ModelNotFound."""
+        pool = self.pools.get(model)
+        if pool is not None:
+            return pool, ""
+        base = self._adapters.get(model)
+        if base is None:
+            if not self.pools and self.workers:
+                raise NoWorker("no worker is ready yet")
+            raise ModelNotFound(model) if self.workers else NoWorker("no worker is registered")
+        return self.pools[base], model
+
+    def only_model(self) -> str:
+        """The one base model served, for requests that name none. Raises BadRequest when there are several."""
+        if len(self.pools) > 1:
+            raise BadRequest("several models are served here: say which with 'model'", param="model")
+        if not self.pools:
+            raise NoWorker("no worker is ready")
+        return next(iter(self.pools))
+
+    def candidates(
+        self, pool: ModelPool, adapter: str = "", excluded: Iterable[WorkerRecord] = ()
+    ) -> list[WorkerRecord]:
+        """The workers that may serve a request now. Raises NoWorker when there is none."""
+        workers = [w for w in pool.workers if w.eligible and (not adapter or adapter in w.models)]
+        if excluded:
+            workers = [w for w in workers if w not in excluded]
+        if not workers:
+            raise NoWorker(f"no healthy worker serves {adapter or pool.model!r} now")
+        return workers
+
+    def models(self) -> list[ModelEntry]:
+        """The union of the workers' model entries, fields as they came: one an id, with the smallest context length."""
+        union: dict[str, ModelEntry] = {}
+        for record in self.workers.values():
+            if not record.healthy:
+                continue
+            for name, entry in record.models.items():
+                known = union.setdefault(name, ModelEntry(entry))
+                lengths = [e["max_model_len"] for e in (known, entry) if isinstance(e.get("max_model_len"), int)]
+                if lengths:
+                    known["max_model_len"] = min(lengths)
+        return list(union.values())
+
+    def suspect(self, record: WorkerRecord, reason: str) -> None:
+        """A request could not connect: do not wait for the next probe to say so."""
+        record.failures += 1
+        if record.healthy:
+            self._mark_unhealthy(record, reason)
+
+    async def tokenize(self, pool: ModelPool, request: Mapping[str, Any]) -> Sequence[int] | None:
+        """Token ids by a worker of the pool; None when none answers."""
+        for record in pool.workers:
+            if record.eligible and record.tokenizes:
+                try:
+                    return await probe.tokenize(self._http, record.url, request)
+                except ProbeError as error:
+                    logger.info("worker %s: %s", record.name, error)
+        return None
+
+    # Probing
+
+    async def _watch(self, record: WorkerRecord) -> None:
+        while True:
+            try:
+                await self._probe(record)
+            except ProbeError as error:
+                record.failed_probes += 1
+                if record.failed_probes >= self._probes.unhealthy_after or not record.discovery:
+                    self._mark_unhealthy(record, str(error))
+            except Exception:
+                logger.exception("probing worker %s failed", record.name)
+                self._mark_unhealthy(record, "the probe itself failed; see the log")
+            # A worker that is coming up is asked more often: every request waits for it.
+            delay = self._probes.interval_seconds
+            await asyncio.sleep(delay if record.healthy else min(delay, 0.25))
+
+    async def _probe(self, record: WorkerRecord) -> None:
+        await probe.health(self._http, record.url)
+        discovery = await probe.discover(self._http, record.url)
+        returned = record.discovery is not None and not record.healthy
+        if self._new_life(record, discovery, returned):
+            await self._begin_life(record, discovery)
+        else:
+            record.discovery = discovery
+        self._rebuild_models()
+        record.failed_probes = 0
+        if not record.healthy:
+            record.healthy = True
+            record.reason = ""
+            logger.info("worker %s is ready: %s", record.name, ", ".join(discovery.models))
+
+    def _new_life(self, record: WorkerRecord, discovery: Discovery, returned: bool) -> bool:
+        if record.discovery is None:
+            return True
+        if discovery.epoch is not None:
+            return discovery.epoch != record.epoch
+        # Without a word for it, having been away is all the evidence there is.
+        return returned
+
+    async def _begin_life(self, record: WorkerRecord, discovery: Discovery) -> None:
+        """Void what is known of the former life, then learn what this one is."""
+        if record.discovery is not None:
+            logger.info("worker %s has restarted", record.name)
+        for holder in record.holders:
+            self._knowledge.forget(holder)
+        await _close_intakes(record)
+        record.connections.close_idle()
+        record.discovery = discovery
+        record.epoch = Epoch(discovery.epoch if discovery.epoch is not None else record.epoch + 1)
+        ranks = discovery.events.ranks if discovery.events else 1
+        record.holders = tuple(record.holder(rank) for rank in range(min(ranks, RANKS_MAX)))
+        pool = self._join_pool(record, discovery)
+        if pool.refresh_block_size():
+            await self._rename(pool)
+        await self._settle_parity(record, pool)
+        await self._open_intakes(record, pool)
+
+    def _join_pool(self, record: WorkerRecord, discovery: Discovery) -> ModelPool:
+        model = record.config.model or next(name for name, entry in discovery.models.items() if not entry.parent)
+        for other in self.pools.values():
+            if record in other.workers and other.model != model:
+                other.workers.remove(record)
+        pool = self.pools.get(model)
+        if pool is None:
+            pool = self.pools[model] = ModelPool(model)
+        if record not in pool.workers:
+            pool.workers.append(record)
+        self._choose_renderer(pool, discovery)
+        return pool
+
+    def _choose_renderer(self, pool: ModelPool, discovery: Discovery) -> None:
+        if pool.renderer is not None:
+            return
+        pool.renderer = self._renderers.get(pool.model)
+        if pool.renderer is None and discovery.tokenizer_fingerprint == PlainRenderer.fingerprint:
+            pool.renderer = PlainRenderer()
+
+    async def _rename(self, pool: ModelPool) -> None:
+        """The pool's block size has changed: every name made so far is void, and events must be read anew."""
+        for worker in pool.workers:
+            followed = bool(worker.intakes)
+            await _close_intakes(worker)
+            for holder in worker.holders:
+                self._knowledge.forget(holder)
+            if followed:
+                await self._open_intakes(worker, pool)
+
+    async def _settle_parity(self, record: WorkerRecord, pool: ModelPool) -> None:
+        if pool.renderer is None:
+            # Its own `/tokenize` names the prompts, if it has one: then there is nothing to compare.
+            ids = await probe.tokenize(self._http, record.url, {"model": pool.model, **parity.PROBES[0]})
+            known = ids is not None
+            parity.settle(record, Parity.PROVEN if known else Parity.UNVERIFIED, "" if known else "no /tokenize")
+            record.tokenizes = known
+            return
+        for request in parity.PROBES:
+            theirs = await probe.tokenize(self._http, record.url, {"model": pool.model, **request})
+            record.tokenizes = theirs is not None
+            if theirs is None:
+                parity.settle(record, Parity.UNVERIFIED, "the worker has no /tokenize")
+                return
+            difference = parity.compare(pool.renderer, request, theirs)
+            if difference:
+                parity.settle(record, Parity.FAILED, difference)
+                return
+        parity.settle(record, Parity.PROVEN)
+
+    async def _open_intakes(self, record: WorkerRecord, pool: ModelPool) -> None:
+        endpoints = record.discovery.events if record.discovery else None
+        if endpoints is None:
+            return
+        for holder in record.holders:
+            replay = endpoints.replay_endpoint
+            source = EventSource(
+                _at_rank(endpoints.endpoint, holder.rank),
+                _at_rank(replay, holder.rank) if replay else None,
+                endpoints.topic,
+            )
+            rekeyer = Rekeyer(pool.block_size_tokens, lambda salt, adapter: self._naming_for(pool, salt, adapter))
+            intake = EventIntake(holder, source, self._knowledge.index, rekeyer, self._events)
+            try:
+                await intake.start()
+            except zmq.ZMQError as error:
+                logger.warning("worker %s: no KV events from %s: %s", record.name, source.live_endpoint, error)
+                return
+            record.intakes.append(intake)
+
+    def _mark_unhealthy(self, record: WorkerRecord, reason: str) -> None:
+        if record.healthy:
+            logger.warning("worker %s is unhealthy: %s", record.name, reason)
+        record.healthy = False
+        record.reason = reason
+        record.connections.close_idle()
+
+    def _rebuild_models(self) -> None:
+        self._adapters = {}
+        for name in [name for name, pool in self.pools.items() if not pool.workers]:
+            del self.pools[name]
+        for pool in self.pools.values():
+            pool.adapters = {
+                name for worker in pool.workers for name, entry in worker.models.items() if name != pool.model
+            }
+            self._adapters.update(dict.fromkeys(pool.adapters, pool.model))
+
+
+async def _close_intakes(record: WorkerRecord) -> None:
+    intakes, record.intakes = record.intakes, []
+    for intake in intakes:
+        try:
+            await intake.stop()
+        except Exception:
+            logger.exception("the event intake of worker %s had failed", record.name)
+
+
+def _at_rank(endpoint: str, rank: int) -> str:
+    """Rank r publishes on the port r above the first one's (vLLM and SGLang alike)."""
+    base, _, port = endpoint.rpartition(":")
+    return f"{base}:{int(port) + rank}" if port.isdigit() else endpoint

@@ -1,0 +1,347 @@
+"""The story of a request, each stage a line: `Pipeline.begin`.
+
+Decide first, without I/O; then act. From a complete body to a decision nothing is awaited, but for two things that
+cannot be had at once: a prompt with much new text is tokenized off the loop, and a model without a tokenizer of ours is
+tokenized by its worker. What is in flight is counted at the moment of decision, so a burst sees itself.
+"""
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from random import Random
+from typing import NamedTuple
+
+from cachecore.blocks import EMPTY_CHAIN
+from cachecore.index.contract import NO_MATCH, Match
+from cachecore.prompts.contract import NamedPrompt, PromptError
+from gateway.edge.exchange import Ending
+from gateway.edge.http1 import HOP_BY_HOP, RequestHead, forwardable
+from gateway.edge.server import Inbound
+from gateway.errors import BadRequest, ServiceError
+from gateway.fleet import parity
+from gateway.fleet.knowledge import Knowledge
+from gateway.fleet.registry import Fleet
+from gateway.fleet.worker import ModelPool, Parity, WorkerRecord
+from gateway.prompts import Prompts
+from gateway.requests import Kind, Request, read_request, request_id_of
+from gateway.tenants import Tenants
+from gateway.usage import read_usage
+from gateway.views.metrics import GatewayMetrics
+from gateway.views.receipts import Receipts
+from policies import create as create_policy
+from policies.contract import Decision, Policy, Query, Receipt, Snapshot
+
+logger = logging.getLogger("ropeway.pipeline")
+
+# Not sent upstream: what belongs to this connection, what the gateway sets itself, and what is meant for it alone.
+# Answers come uncompressed, so that usage can be read off them.
+_DROPPED_FROM_REQUESTS = HOP_BY_HOP | {
+    b"host",
+    b"content-length",
+    b"expect",
+    b"accept-encoding",
+    b"x-request-id",
+    b"x-ropeway-policy",
+    b"x-ropeway-session",
+}
+
+
+class PipelineSettings(NamedTuple):
+    policy: str
+    policy_header_allowed: bool
+    forward_kv_transfer_params: bool
+
+
+class Choice(NamedTuple):
+    """A decision together with what it was made from."""
+
+    worker: WorkerRecord
+    decision: Decision
+    snapshot: Snapshot
+    policy: str
+    started_at: float
+    decision_us: float
+
+
+class Pipeline:
+    """Implements `gateway.edge.server.Handler`."""
+
+    def __init__(
+        self,
+        settings: PipelineSettings,
+        fleet: Fleet,
+        knowledge: Knowledge,
+        prompts: Prompts,
+        tenants: Tenants,
+        metrics: GatewayMetrics,
+        receipts: Receipts,
+        clock: Callable[[], float] = time.monotonic,
+        random: Random | None = None,
+    ) -> None:
+        self.settings = settings
+        self.fleet = fleet
+        self.knowledge = knowledge
+        self.prompts = prompts
+        self.tenants = tenants
+        self.metrics = metrics
+        self.receipts = receipts
+        self.clock = clock
+        self._random = random or Random()
+        self._policies: dict[str, Policy] = {settings.policy: create_policy(settings.policy)}
+
+    @property
+    def policy(self) -> Policy:
+        return self._policies[self.settings.policy]
+
+    # The story
+
+    def begin(self, inbound: Inbound) -> "Journey | Awaitable[Journey]":
+        """Decide where a request goes. Raises ServiceError."""
+        request = self._read(inbound)
+        pool, adapter = self.fleet.pool(request.model)
+        request.adapter = adapter
+        self.fleet.candidates(pool, adapter)
+        named = self._name(request, pool)
+        if isinstance(named, Awaitable):
+            return self._begin_later(request, pool, named)
+        matched = self._match(pool, request, named)
+        if isinstance(matched, Awaitable):
+            return self._match_later(request, pool, named, matched)
+        return self._embark(request, pool, named, matched)
+
+    async def _begin_later(self, request: Request, pool: ModelPool, naming: Awaitable[NamedPrompt]) -> "Journey":
+        named = await naming
+        matched = self._match(pool, request, named)
+        return self._embark(request, pool, named, await matched if isinstance(matched, Awaitable) else matched)
+
+    async def _match_later(
+        self, request: Request, pool: ModelPool, named: NamedPrompt, matching: Awaitable[Match]
+    ) -> "Journey":
+        return self._embark(request, pool, named, await matching)
+
+    async def explain(self, inbound: Inbound) -> Receipt:
+        """The receipt of a request, which is sent nowhere and counted nowhere. Raises ServiceError."""
+        request = self._read(inbound)
+        pool, request.adapter = self.fleet.pool(request.model)
+        self.fleet.candidates(pool, request.adapter)
+        named = self._name(request, pool)
+        named = await named if isinstance(named, Awaitable) else named
+        matched = self._match(pool, request, named)
+        matched = await matched if isinstance(matched, Awaitable) else matched
+        choice = self._choose(request, pool, named, matched, ())
+        return self._receipt(request, pool, named, choice)
+
+    # Stages
+
+    def owns(self, method: str, path: str) -> bool:
+        return Kind.of(method, path) is not None
+
+    def admit(self, head: RequestHead) -> None:
+        self.tenants.authenticate(head.get(b"authorization"))
+
+    def answer_headers(self, head: RequestHead | None) -> bytes:
+        return b"x-request-id: %b\r\n" % request_id_of(head).encode()
+
+    def _read(self, inbound: Inbound) -> Request:
+        tenant = self.tenants.authenticate(inbound.head.get(b"authorization"))
+        try:
+            return read_request(inbound, tenant, self.fleet)
+        except ServiceError as error:
+            self.metrics.refused(error.status)
+            raise
+
+    def _name(self, request: Request, pool: ModelPool) -> NamedPrompt | Awaitable[NamedPrompt]:
+        try:
+            return self.prompts.name(request, pool)
+        except PromptError as error:
+            raise BadRequest(f"{error}", param="messages" if request.kind is Kind.CHAT else "prompt") from None
+
+    def _match(self, pool: ModelPool, request: Request, named: NamedPrompt) -> Match | Awaitable[Match]:
+        if not named.chain or request.skips_cache:
+            return NO_MATCH
+        return self.knowledge.index.match(named.chain)
+
+    def _choose(
+        self,
+        request: Request,
+        pool: ModelPool,
+        named: NamedPrompt,
+        match: Match,
+        excluded: tuple[WorkerRecord, ...],
+    ) -> Choice:
+        started = time.perf_counter()
+        now = self.clock()
+        policy = self._policy_of(request)
+        candidates = self.fleet.candidates(pool, request.adapter, excluded)
+        chain = EMPTY_CHAIN if request.skips_cache else named.chain
+        own_history_only = policy.name == "prefix-aware"
+        snapshot = self.knowledge.snapshot(pool, candidates, match, chain, named.token_count, now, own_history_only)
+        query = Query(named.token_count, request.output_tokens_max, request.session, request.priority)
+        decision = policy.decide(query, snapshot, self._random)
+        worker = self.fleet.workers[decision.worker.name]
+        return Choice(worker, decision, snapshot, policy.name, now, (time.perf_counter() - started) * 1e6)
+
+    def _policy_of(self, request: Request) -> Policy:
+        name = request.policy
+        if not name or name == self.settings.policy:
+            return self._policies[self.settings.policy]
+        if not self.settings.policy_header_allowed:
+            raise BadRequest("Choosing a policy by header is not allowed here.", param="x-ropeway-policy")
+        policy = self._policies.get(name)
+        if policy is None:
+            try:
+                policy = self._policies[name] = create_policy(name)
+            except ValueError as error:
+                raise BadRequest(f"{error}", param="x-ropeway-policy") from None
+        return policy
+
+    def _embark(self, request: Request, pool: ModelPool, named: NamedPrompt, match: Match) -> "Journey":
+        journey = Journey(self, request, pool, named, match)
+        journey.decide()
+        return journey
+
+    def _receipt(self, request: Request, pool: ModelPool, named: NamedPrompt, choice: Choice) -> Receipt:
+        snapshot = choice.snapshot
+        return Receipt(
+            request.id,
+            request.model,
+            choice.policy,
+            Query(named.token_count, request.output_tokens_max, request.session, request.priority),
+            pool.block_size_tokens,
+            choice.decision,
+            snapshot.workers,
+            time.time(),
+            choice.decision_us,
+            [view.load.wait_seconds(snapshot.now) * 1e3 for view in snapshot.workers],
+            pool.renderer.name if pool.renderer else "remote",
+            request.tenant.id,
+        )
+
+
+class Journey:
+    """One request under way. Implements `gateway.edge.exchange.Listener` and, for its present attempt, `Attempt`."""
+
+    __slots__ = (
+        "_excluded",
+        "_first_byte_at",
+        "_match",
+        "_named",
+        "_pipeline",
+        "_pool",
+        "_receipt",
+        "_request",
+        "_started_at",
+        "_worker",
+        "answer_headers",
+        "attempt",
+        "connections",
+        "request_parts",
+    )
+
+    def __init__(self, pipeline: Pipeline, request: Request, pool: ModelPool, named: NamedPrompt, match: Match) -> None:
+        self._pipeline = pipeline
+        self._request = request
+        self._pool = pool
+        self._named = named
+        self._match = match
+        self._excluded: tuple[WorkerRecord, ...] = ()
+        self._started_at = self._first_byte_at = 0.0
+        self.attempt = self
+
+    def decide(self) -> None:
+        """Choose a worker, count the request there, and prepare what to send. Raises NoWorker."""
+        pipeline, request, named = self._pipeline, self._request, self._named
+        choice = pipeline._choose(request, self._pool, named, self._match, self._excluded)
+        view = choice.decision.worker
+        self._worker = worker = choice.worker
+        self._started_at = choice.started_at
+        self._receipt = pipeline._receipt(request, self._pool, named, choice)
+        key = (view.name, view.rank)
+        knowledge = pipeline.knowledge
+        uncached = max(named.token_count - view.matched_tokens, 0)
+        knowledge.accounting.dispatch(
+            request.upstream_id,
+            view.name,
+            view.rank,
+            choice.started_at,
+            named.token_count,
+            view.prefill.prefill_seconds(uncached, view.matched_tokens),
+            request.output_tokens_max,
+        )
+        if named.chain and worker.parity is not Parity.FAILED:
+            knowledge.predictions.predict(request.upstream_id, key, named.chain, choice.started_at)
+            if not worker.events_trusted or choice.policy == "prefix-aware":
+                knowledge.history.record(key, named.chain)
+        worker.requests += 1
+        self.connections = worker.connections
+        self.request_parts = self._upstream_request(worker)
+        self.answer_headers = (
+            f"x-ropeway-worker: {worker.name}\r\nx-ropeway-matched-tokens: {view.confirmed_tokens}\r\n"
+            f"x-ropeway-policy: {choice.policy}\r\nx-request-id: {request.id}\r\n"
+        ).encode()
+        pipeline.receipts.add(self._receipt)
+        pipeline.metrics.routed(choice.policy, self._receipt)
+
+    def _upstream_request(self, worker: WorkerRecord) -> list[bytes]:
+        request = self._request
+        pipeline = self._pipeline
+        salt = pipeline.prompts.salt_json(request, self._pool)
+        body = request.upstream_body(salt, pipeline.settings.forward_kv_transfer_params)
+        lines = [request.head.method, b" ", request.head.target, b" HTTP/1.1\r\nhost: ", worker.authority, b"\r\n"]
+        dropped = _DROPPED_FROM_REQUESTS
+        if not pipeline.tenants.open:
+            dropped |= {b"authorization"}
+        for name, value in forwardable(request.head.headers, dropped):
+            lines += (name, b": ", value, b"\r\n")
+        size = sum(map(len, body))
+        lines.append(b"x-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (request.upstream_id.encode(), size))
+        return [b"".join(lines), *body]
+
+    # exchange.Listener
+
+    def first_byte(self) -> None:
+        pipeline = self._pipeline
+        now = self._first_byte_at = pipeline.clock()
+        sample = pipeline.knowledge.accounting.first_token(self._request.upstream_id, now)
+        if sample is not None:
+            pipeline.knowledge.estimates.observe_prefill(sample)
+        seconds = now - self._started_at
+        self._receipt.seen_ttft_ms = seconds * 1e3
+        pipeline.metrics.first_byte(seconds)
+
+    def retry(self, reason: str, elsewhere: bool) -> bool:
+        pipeline = self._pipeline
+        pipeline.metrics.retried(reason)
+        if not elsewhere:
+            return True
+        pipeline.fleet.suspect(self._worker, reason)
+        pipeline.knowledge.predictions.cancel(self._request.upstream_id)
+        self._excluded += (self._worker,)
+        try:
+            self.decide()
+        except ServiceError:
+            return False
+        return True
+
+    def ended(self, ending: Ending, status: int, body_bytes: int, tail: bytes) -> None:
+        pipeline, request = self._pipeline, self._request
+        now = pipeline.clock()
+        output_tokens = 0
+        if ending is Ending.COMPLETE and status == 200:
+            usage = read_usage(tail)
+            if usage is not None:
+                output_tokens = usage.completion_tokens
+                self._check(usage.prompt_tokens, usage.cached_tokens)
+        elif not self._first_byte_at:
+            pipeline.knowledge.predictions.cancel(request.upstream_id)
+        pipeline.knowledge.accounting.finish(request.upstream_id, now, output_tokens)
+        pipeline.metrics.ended(ending, status, now - self._started_at)
+
+    def _check(self, prompt_tokens: int, cached_tokens: int | None) -> None:
+        """Hold the worker's own count beside what we said."""
+        self._receipt.reported_prompt_tokens = prompt_tokens
+        self._receipt.reported_cached_tokens = cached_tokens
+        if self._request.prompts_count == 1 and self._named.complete and self._pool.renderer is not None:
+            parity.observe(self._worker, self._named.token_count, prompt_tokens)
+        if cached_tokens is not None:
+            self._pipeline.metrics.hit(self._receipt, cached_tokens)

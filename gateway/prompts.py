@@ -1,0 +1,193 @@
+"""Naming prompts for the pipeline: which renderer, which key, which salt; now, off the loop, or at the worker."""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import orjson
+
+from cachecore.blocks import EMPTY_CHAIN
+from cachecore.prompts.contract import NamedPrompt, PromptError, Rendered, Renderer
+from cachecore.prompts.naming import PromptNamer, Work
+from cachecore.scope import (
+    CLIENT_SALT_BYTES_MAX,
+    DEFAULT_TENANT,
+    IdentityScope,
+    KeyId,
+    Keyring,
+    Naming,
+    Salt,
+    SaltError,
+    TenantId,
+)
+from gateway.errors import BadRequest
+from gateway.fleet.worker import ModelPool
+from gateway.requests import Kind, Request
+
+NAMINGS_MAX = 16_384
+CHARACTERS_PER_TOKEN = 4
+"""For the load estimate of prompts that are not read."""
+
+# What a chat template can see of a request.
+_CHAT_KEYS = (
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
+    "chat_template",
+)
+# Routes besides the named ones whose engines take a salt.
+_SALTED_PATHS = frozenset({"/v1/responses"})
+
+RemoteTokenizer = Callable[[ModelPool, Mapping[str, Any]], Awaitable[Sequence[int] | None]]
+
+
+class SaltedNaming(NamedTuple):
+    """How one tenant's prompts to one model are named, and the salt that says so to the engine."""
+
+    naming: Naming
+    salt_json: bytes
+
+
+class Prompts:
+    def __init__(self, keyring: Keyring, namer: PromptNamer, long_prompt_characters: int) -> None:
+        self._keyring = keyring
+        self._namer = namer
+        self._long_prompt_characters = long_prompt_characters
+        self._namings: OrderedDict[tuple[str, int, str, str, str], SaltedNaming] = OrderedDict()
+        self.tokenize_remotely: RemoteTokenizer | None = None
+
+    def statistics(self) -> Mapping[str, Any]:
+        return asdict(self._namer.counters)
+
+    # Keys and salts
+
+    def salt_json(self, request: Request, pool: ModelPool) -> bytes | None:
+        """The `cache_salt` to send, as JSON; None for routes whose engines take none."""
+        if request.kind is Kind.OTHER and request.path not in _SALTED_PATHS:
+            return None
+        return self._salted(request, pool).salt_json
+
+    def naming_for_events(self, pool: ModelPool, salt: str | None, adapter: str | None) -> Naming | None:
+        """How blocks announced under a salt are named; None for a salt that is forged or of a dropped epoch.
+
+        An engine that announces blocks without a salt serves the one default tenant; a foreign salt is treated as a
+        client's own.
+        """
+        try:
+            minted = self._keyring.read_salt(salt) if salt else None
+        except SaltError:
+            return None
+        if minted is None:
+            minted = Salt(self._keyring.key_id(DEFAULT_TENANT), client_salt=self._foreign(salt or ""))
+        return self._naming(pool, minted, adapter or "")
+
+    def _foreign(self, salt: str) -> bytes:
+        return self._keyring.client_salt_digest(self._keyring.key_id(DEFAULT_TENANT), salt)
+
+    def _salted(self, request: Request, pool: ModelPool) -> SaltedNaming:
+        key = (pool.model, pool.generation, request.adapter, request.tenant.id, request.client_salt)
+        salted = self._namings.get(key)
+        if salted is not None:
+            self._namings.move_to_end(key)
+            return salted
+        if len(request.client_salt.encode()) > CLIENT_SALT_BYTES_MAX:
+            raise BadRequest(f"'cache_salt' is longer than {CLIENT_SALT_BYTES_MAX} bytes.", param="cache_salt")
+        key_id = self._keyring.key_id(TenantId(request.tenant.id))
+        salt = Salt(key_id, client_salt=self._keyring.client_salt_digest(key_id, request.client_salt))
+        naming = self._naming(pool, salt, request.adapter)
+        assert naming is not None  # noqa: S101  the current epoch's key is always there
+        salted = SaltedNaming(naming, orjson.dumps(self._keyring.mint_salt(salt)))
+        self._namings[key] = salted
+        if len(self._namings) > NAMINGS_MAX:
+            self._namings.popitem(last=False)
+        return salted
+
+    def _naming(self, pool: ModelPool, salt: Salt, adapter: str) -> Naming | None:
+        scope = IdentityScope(
+            model=pool.model,
+            key_id=KeyId(salt.key_id.tenant, salt.key_id.epoch),
+            block_size_tokens=pool.block_size_tokens,
+            tokenizer=pool.renderer.fingerprint if pool.renderer else "",
+            adapter=adapter,
+            client_salt=salt.client_salt,
+        )
+        try:
+            return Naming.of(scope, self._keyring)
+        except KeyError:
+            return None
+
+    # Prompts
+
+    def name(self, request: Request, pool: ModelPool) -> NamedPrompt | Awaitable[NamedPrompt]:
+        """The request's prompt, named. Raises PromptError, at once or when awaited."""
+        if request.kind is Kind.OTHER or request.body is None:
+            return _unread(request)
+        naming = self._salted(request, pool).naming
+        prompt = None if request.kind is Kind.CHAT else request.body.get("prompt")
+        if request.kind is Kind.COMPLETION and not isinstance(prompt, str):
+            return self._name_listed(request, pool, naming, prompt)
+        if pool.renderer is None:
+            return self._name_remotely(request, pool, naming, prompt)
+        if request.kind is Kind.CHAT:
+            rendered = pool.renderer.chat(request.body.select(_CHAT_KEYS))
+        else:
+            rendered = pool.renderer.text(str(prompt))
+        return self._named(pool.renderer, naming, rendered)
+
+    def _named(self, renderer: Renderer, naming: Naming, rendered: Rendered) -> NamedPrompt | Awaitable[NamedPrompt]:
+        work = self._namer.look_up(renderer, naming, rendered)
+        if work.missing_characters > self._long_prompt_characters:
+            return self._compute_in_thread(work)
+        named = work.compute()
+        self._namer.insert(work)
+        return named
+
+    async def _compute_in_thread(self, work: Work) -> NamedPrompt:
+        named = await asyncio.get_running_loop().run_in_executor(None, work.compute)
+        self._namer.insert(work)
+        return named
+
+    def _name_listed(self, request: Request, pool: ModelPool, naming: Naming, prompt: Any) -> NamedPrompt:
+        """Token ids, or several prompts: those are routed by the first and weighed by all."""
+        if not isinstance(prompt, list) or not prompt:
+            raise PromptError("'prompt' must be a string, a list of strings, token ids, or lists of token ids")
+        if all(isinstance(token, int) for token in prompt):
+            return self._name_tokens(naming, prompt)
+        request.prompts_count = len(prompt)
+        lists = [item for item in prompt if isinstance(item, list)]
+        if len(lists) == len(prompt):
+            first = self._name_tokens(naming, lists[0])
+            return first._replace(token_count=sum(map(len, lists)))
+        if not all(isinstance(item, str) for item in prompt):
+            raise PromptError("'prompt' mixes strings and token ids")
+        estimate = sum(map(len, prompt)) // CHARACTERS_PER_TOKEN
+        if pool.renderer is None:
+            return NamedPrompt(estimate, EMPTY_CHAIN, complete=False)
+        first = self._namer.name(pool.renderer, naming, pool.renderer.text(prompt[0]))
+        return first._replace(token_count=max(estimate, first.token_count))
+
+    def _name_tokens(self, naming: Naming, token_ids: list[Any]) -> NamedPrompt:
+        try:
+            return self._namer.name_tokens(naming, token_ids)
+        except (OverflowError, TypeError):
+            raise PromptError("token ids must be integers from 0 to 2**32-1") from None
+
+    async def _name_remotely(
+        self, request: Request, pool: ModelPool, naming: Naming, prompt: str | None
+    ) -> NamedPrompt:
+        """By a worker's own `/tokenize`; where that fails the prompt stays unnamed and is routed by load."""
+        assert request.body is not None  # noqa: S101
+        question = {"prompt": prompt} if prompt is not None else request.body.select(_CHAT_KEYS)
+        token_ids = None
+        if self.tokenize_remotely is not None:
+            token_ids = await self.tokenize_remotely(pool, {"model": request.model, **question})
+        return _unread(request) if token_ids is None else self._namer.name_tokens(naming, token_ids)
+
+
+def _unread(request: Request) -> NamedPrompt:
+    return NamedPrompt(len(request.data) // CHARACTERS_PER_TOKEN, EMPTY_CHAIN, complete=False)

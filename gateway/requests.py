@@ -1,0 +1,174 @@
+"""A request as the gateway understands it: what it asks for, on whose behalf, and what must change on its way."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import orjson
+
+from gateway.edge.body import Body
+from gateway.edge.http1 import RequestHead
+from gateway.edge.server import Inbound
+from gateway.errors import BadRequest
+from gateway.tenants import Tenant
+
+SESSION_CHARACTERS_MAX = 256
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}").fullmatch
+_MULTIPART_MODEL = re.compile(rb'name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{1,512})\r\n')
+
+# Routes under /v1/ that change a worker rather than ask it something; `/v1/models` the gateway answers itself.
+_NOT_PASSED_ON = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/models"})
+
+
+class Kind(Enum):
+    """What a route carries, as far as naming its prompt goes."""
+
+    CHAT = "chat"
+    COMPLETION = "completion"
+    OTHER = "other"
+    """Passed to a worker that serves the model, its prompt unread."""
+
+    @staticmethod
+    def of(method: str, path: str) -> "Kind | None":
+        """The kind of a hot route; None for everything that is not inference."""
+        if method == "POST" and path in _NAMED:
+            return _NAMED[path]
+        if not path.startswith("/v1/") or path in _NOT_PASSED_ON or path.startswith("/v1/models/") or path in _NAMED:
+            return None
+        return Kind.OTHER if method in ("POST", "GET", "DELETE") else None
+
+
+_NAMED = {"/v1/chat/completions": Kind.CHAT, "/v1/completions": Kind.COMPLETION}
+
+
+class ServedModels(Protocol):
+    """Which models there are, for requests that do not say which they mean."""
+
+    def only_model(self) -> str:
+        """The one model served. Raises ServiceError when there are none or several."""
+        ...
+
+
+@dataclass(slots=True)
+class Request:
+    id: str
+    """The client's own id, or ours; on every answer."""
+    upstream_id: str
+    """Unique among live requests: engines keep state under it."""
+    kind: Kind
+    path: str
+    head: RequestHead
+    data: bytes
+    body: Body | None
+    """None for bodies that are not JSON objects."""
+    tenant: Tenant
+    model: str
+    adapter: str = ""
+    session: str = ""
+    policy: str = ""
+    client_salt: str = ""
+    priority: int = 0
+    output_tokens_max: int = 0
+    prompts_count: int = 1
+    skips_cache: bool = False
+    """Engines do not read their prefix cache for it (prompt logprobs are asked for)."""
+
+    def upstream_body(self, salt_json: bytes | None, forward_kv_transfer_params: bool) -> list[bytes]:
+        """The body to send, in parts: as received but for the keys the gateway owns."""
+        if self.body is None:
+            return [self.data] if self.data else []
+        changes: dict[str, bytes | None] = {}
+        if salt_json is not None:
+            changes["cache_salt"] = salt_json
+        if not forward_kv_transfer_params and "kv_transfer_params" in self.body:
+            changes["kv_transfer_params"] = None
+        if "request_id" in self.body:
+            changes["request_id"] = orjson.dumps(self.upstream_id)
+        return self.body.spliced(changes) if changes else [self.data]
+
+
+def read_request(inbound: Inbound, tenant: Tenant, models: ServedModels) -> Request:
+    """Understand a request. Raises BadRequest."""
+    head, path = inbound.head, inbound.path
+    kind = Kind.of(head.method.decode("latin-1"), path) or Kind.OTHER
+    fields = _gateway_fields(head)
+    client_id = _client_request_id(fields.get(b"x-request-id"))
+    unique = os.urandom(8).hex()
+    body = _read_body(inbound, kind, fields.get(b"content-type", b""))
+    request = Request(
+        client_id or f"req-{unique}",
+        f"{client_id}-{unique}" if client_id else f"req-{unique}",
+        kind,
+        path,
+        head,
+        inbound.body,
+        body,
+        tenant,
+        "",
+    )
+    request.policy = fields.get(b"x-ropeway-policy", b"").decode("latin-1")
+    if body is None:
+        request.model = _model_of_form(inbound.body, fields.get(b"content-type", b"")) or models.only_model()
+    else:
+        _read_keys(request, body, models)
+    request.session = (
+        fields.get(b"x-ropeway-session", b"").decode("latin-1")[:SESSION_CHARACTERS_MAX] or request.session
+    )
+    return request
+
+
+def request_id_of(head: RequestHead | None) -> str:
+    """The id to put on an answer for a request that was refused before it was understood."""
+    client_id = _client_request_id(head.get(b"x-request-id")) if head is not None else ""
+    return client_id or f"req-{os.urandom(8).hex()}"
+
+
+def _read_keys(request: Request, body: Body, models: ServedModels) -> None:
+    model = body.text("model")
+    if not model:
+        if request.kind is not Kind.OTHER:
+            raise BadRequest("you must provide a model parameter", param="model")
+        model = models.only_model()
+    request.model = model
+    body.flag("stream")
+    request.client_salt = body.text("cache_salt") or ""
+    request.priority = body.number("priority")
+    request.output_tokens_max = body.number("max_completion_tokens") or body.number("max_tokens")
+    user = body.get("user")
+    if isinstance(user, str):
+        request.session = user[:SESSION_CHARACTERS_MAX]
+    echoes_logprobs = request.kind is Kind.COMPLETION and body.get("echo") is True and body.get("logprobs") is not None
+    # A count of 0 asks for them too.
+    request.skips_cache = echoes_logprobs or body.get("prompt_logprobs") is not None
+
+
+def _gateway_fields(head: RequestHead) -> Mapping[bytes, bytes]:
+    return {
+        name: value
+        for name, value in head.headers
+        if name == b"x-request-id" or name == b"content-type" or name.startswith(b"x-ropeway-")
+    }
+
+
+def _client_request_id(value: bytes | None) -> str:
+    """The client's request id if it is fit for logs and headers."""
+    return value.decode("ascii") if value and _REQUEST_ID(value) else ""
+
+
+def _read_body(inbound: Inbound, kind: Kind, content_type: bytes) -> Body | None:
+    if kind is Kind.OTHER and (not inbound.body or not content_type.startswith(b"application/json")):
+        return None
+    if not inbound.body:
+        raise BadRequest("The request has no body.")
+    return Body(inbound.body)
+
+
+def _model_of_form(data: bytes, content_type: bytes) -> str:
+    """The `model` part of a multipart form (audio, files)."""
+    if not content_type.startswith(b"multipart/form-data"):
+        return ""
+    match = _MULTIPART_MODEL.search(data)
+    return match[1].decode("utf-8", "replace") if match else ""

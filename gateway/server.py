@@ -1,0 +1,215 @@
+"""The composition root: everything a gateway is made of, wired here and nowhere else."""
+
+import asyncio
+import ipaddress
+import logging
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import cast
+
+import uvicorn
+from prometheus_client import CollectorRegistry
+
+from cachecore.index.memory import MemoryIndex
+from cachecore.prompts.contract import Renderer
+from cachecore.prompts.huggingface import HuggingFaceRenderer
+from cachecore.prompts.naming import PromptNamer
+from cachecore.scope import Keyring
+from gateway.app import Surfaces, build_app
+from gateway.config import GatewayConfig, ListenerConfig
+from gateway.edge.exchange import Deadlines
+from gateway.edge.server import Edge, EdgeLimits
+from gateway.errors import ConfigError
+from gateway.fleet.knowledge import Knowledge
+from gateway.fleet.registry import Fleet
+from gateway.pipeline import Pipeline, PipelineSettings
+from gateway.ports import require_free_port
+from gateway.prompts import Prompts
+from gateway.tenants import OperatorKey, Tenants
+from gateway.views.metrics import GatewayCollector, GatewayMetrics
+from gateway.views.receipts import Receipts
+from gateway.views.status import StatusView
+
+logger = logging.getLogger("ropeway")
+
+# Tokenizing a long prompt holds the interpreter lock in stretches; the default of 5 ms would be added to each of its
+# neighbours' requests several times over.
+SWITCH_INTERVAL_SECONDS = 0.0005
+
+
+class Gateway:
+    """One gateway: its parts, and the tasks it owns. Several may live in one process."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self.config = config
+        keyring = _load_keyring(config.keyring)
+        tenants = Tenants.load(config.tenants.api_keys_file)
+        renderers = load_renderers(config.tokenizers)
+        self.knowledge = Knowledge(MemoryIndex(blocks_max=config.index.blocks_max))
+        self.prompts = Prompts(
+            keyring, PromptNamer(config.prompts.cache_bytes_max), config.limits.long_prompt_characters
+        )
+        self.fleet = Fleet(config.probes, renderers, self.knowledge, self.prompts.naming_for_events)
+        self.prompts.tokenize_remotely = self.fleet.tokenize
+        self.metrics = GatewayMetrics()
+        self.receipts = Receipts()
+        settings = PipelineSettings(config.policy, config.policy_header_allowed, config.forward_kv_transfer_params)
+        self.pipeline = Pipeline(
+            settings, self.fleet, self.knowledge, self.prompts, tenants, self.metrics, self.receipts
+        )
+        self.status = StatusView(
+            _version(), config.policy, self.fleet, self.knowledge, self.metrics, self.receipts, self.prompts
+        )
+        self.collectors = CollectorRegistry()
+        self.collectors.register(GatewayCollector(self.metrics, self.fleet, self.knowledge))
+        timeouts, limits = config.timeouts, config.limits
+        deadlines = Deadlines(timeouts.connect_seconds, timeouts.first_byte_seconds, timeouts.idle_seconds)
+        edge_limits = EdgeLimits(
+            limits.body_bytes_max, limits.connections_max, timeouts.idle_seconds, timeouts.idle_seconds
+        )
+        self.edge = Edge(self.pipeline, edge_limits, deadlines)
+        self._admin_key = OperatorKey.load(config.admin.key_file)
+        self._metrics_key = OperatorKey.load(config.metrics.key_file)
+
+    async def serve(self) -> None:
+        """Serve until SIGINT or SIGTERM."""
+        servers = [self._public_server(), *self._operator_servers()]
+        sweep = asyncio.create_task(self.edge.sweep(), name="edge sweep")
+        for worker in self.config.workers:
+            await self.fleet.register(worker)
+        stopping = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stopping.set)
+        tasks = [asyncio.create_task(_serve(server), name="server") for server in servers]
+        stopped = asyncio.create_task(stopping.wait(), name="stop signal")
+        try:
+            await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for server in servers:
+                server.should_exit = True
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self.fleet.stop()
+            for task in (sweep, stopped):
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+        for task in tasks:
+            task.result()
+
+    def _public_server(self) -> uvicorn.Server:
+        config = self.config
+        surfaces = Surfaces(
+            public=True,
+            admin=config.admin.port is None and self._opened(config.admin, self._admin_key, "admin"),
+            metrics=config.metrics.port is None and self._opened(config.metrics, self._metrics_key, "metrics"),
+        )
+        return self._server(surfaces, config.host, config.port, self.edge.protocol)
+
+    def _opened(self, listener: ListenerConfig, key: OperatorKey, name: str) -> bool:
+        """Operators' routes share a port that others can reach only behind a key."""
+        if not key.open or is_loopback(self.config.host):
+            return True
+        logger.warning("%s routes are off: %s is not loopback and %s.key_file is not set", name, self.config.host, name)
+        return False
+
+    def _operator_servers(self) -> list[uvicorn.Server]:
+        """Listeners of their own for the admin and metrics routes; one where both name the same address."""
+        wanted: dict[tuple[str, int], set[str]] = {}
+        for name, listener in (("admin", self.config.admin), ("metrics", self.config.metrics)):
+            if listener.port is not None:
+                wanted.setdefault((listener.host, listener.port), set()).add(name)
+        return [
+            self._server(Surfaces(public=False, admin="admin" in names, metrics="metrics" in names), host, port, "auto")
+            for (host, port), names in wanted.items()
+        ]
+
+    def _server(
+        self, surfaces: Surfaces, host: str, port: int, http: str | Callable[..., asyncio.Protocol]
+    ) -> uvicorn.Server:
+        if port:
+            require_free_port(host, port)
+        app = build_app(self.pipeline, self.status, self.collectors, surfaces, self._admin_key, self._metrics_key)
+        return uvicorn.Server(
+            uvicorn.Config(
+                app,
+                host=host,
+                port=port,
+                http=http,  # type: ignore[arg-type]  # any callable that makes protocols will do
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                date_header=False,
+                backlog=4096,
+                timeout_graceful_shutdown=int(self.config.timeouts.shutdown_seconds),
+            )
+        )
+
+
+def run(config: GatewayConfig) -> int:
+    """Run a gateway until it is told to stop. Returns the exit status. Raises StartupError."""
+    logging.basicConfig(
+        level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(_serve_config(config))
+    return 0
+
+
+async def _serve_config(config: GatewayConfig) -> None:
+    await Gateway(config).serve()
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    import uvloop
+
+    return cast(Callable[[], asyncio.AbstractEventLoop], uvloop.new_event_loop)
+
+
+async def _serve(server: uvicorn.Server) -> None:
+    # Signals are the gateway's: uvicorn's own `serve` would install handlers for each server.
+    await server._serve()
+
+
+def load_renderers(tokenizers: Mapping[str, Path]) -> dict[str, Renderer]:
+    """A renderer for each configured model. Raises ConfigError naming the directory at fault."""
+    renderers: dict[str, Renderer] = {}
+    for model, directory in tokenizers.items():
+        try:
+            renderers[model] = HuggingFaceRenderer.load(directory)
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"tokenizers.{model}: {directory}: {error}") from error
+    return renderers
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _load_keyring(path: Path | None) -> Keyring:
+    if path is None:
+        return Keyring.generate()
+    try:
+        return Keyring.load(path)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _version() -> str:
+    try:
+        return version("ropeway")
+    except PackageNotFoundError:
+        return "0+unknown"

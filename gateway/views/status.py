@@ -1,0 +1,174 @@
+"""The one document that says how the gateway is: `/status`, the dashboard and `ropeway top` all read it."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from gateway.fleet.intake import EventIntake
+from gateway.fleet.knowledge import Knowledge
+from gateway.fleet.registry import Fleet
+from gateway.fleet.worker import ModelPool, WorkerRecord
+from gateway.prompts import Prompts
+from gateway.views.metrics import GatewayMetrics
+from gateway.views.receipts import Receipts
+
+RECEIPTS_SHOWN = 20
+
+
+@dataclass(slots=True)
+class WorkerStatus:
+    name: str
+    url: str
+    healthy: bool
+    draining: bool
+    reason: str
+    epoch: int
+    ranks: int
+    models: list[str]
+    block_size_tokens: int
+    max_model_len: int
+    parity: str
+    parity_reason: str
+    events: list[dict[str, Any]]
+    """One entry for each rank's event stream."""
+    events_trusted: bool
+    inflight: int
+    waiting: int
+    inflight_tokens: int
+    outstanding_prefill_ms: float
+    requests: int
+    failures: int
+    connections: int
+
+
+@dataclass(slots=True)
+class ModelStatus:
+    model: str
+    renderer: str
+    block_size_tokens: int
+    workers: list[str]
+    adapters: list[str]
+
+
+@dataclass(slots=True)
+class Status:
+    version: str
+    started_at: float
+    """Wall-clock seconds."""
+    uptime_seconds: float
+    ready: bool
+    policy: str
+    workers: list[WorkerStatus]
+    models: list[ModelStatus]
+    index: dict[str, Any]
+    prompts: Mapping[str, Any]
+    estimates: Mapping[str, Any]
+    requests: dict[str, int]
+    tokens: dict[str, int]
+    receipts: list[dict[str, Any]] = field(default_factory=list)
+
+    def document(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class StatusView:
+    """Builds a `Status` when asked; keeps nothing but references."""
+
+    def __init__(
+        self,
+        version: str,
+        policy: str,
+        fleet: Fleet,
+        knowledge: Knowledge,
+        metrics: GatewayMetrics,
+        receipts: Receipts,
+        prompts: Prompts,
+    ) -> None:
+        self._version = version
+        self._policy = policy
+        self._fleet = fleet
+        self._knowledge = knowledge
+        self._metrics = metrics
+        self._receipts = receipts
+        self._prompts = prompts
+        self._started_at = time.time()
+
+    @property
+    def ready(self) -> bool:
+        """Whether at least one worker can take a request."""
+        return any(record.eligible for record in self._fleet.workers.values())
+
+    def now(self) -> Status:
+        metrics = self._metrics
+        receipts = [receipt.document() for receipt, _ in zip(self._receipts, range(RECEIPTS_SHOWN), strict=False)]
+        return Status(
+            version=self._version,
+            started_at=self._started_at,
+            uptime_seconds=time.time() - self._started_at,
+            ready=self.ready,
+            policy=self._policy,
+            workers=[self._worker(record) for record in self._fleet.workers.values()],
+            models=[_model(pool) for pool in self._fleet.pools.values()],
+            index=asdict(self._knowledge.index.stats()),
+            prompts=self._prompts.statistics(),
+            estimates=self._knowledge.estimates.document(),
+            requests={
+                "total": sum(metrics.endings.values()),
+                "complete": sum(count for (ending, _), count in metrics.endings.items() if ending == "complete"),
+                "refused": sum(metrics.refusals.values()),
+                "inflight": len(self._knowledge.accounting),
+            },
+            tokens={
+                "prompt": metrics.prompt_tokens,
+                "matched": sum(metrics.matched_tokens.values()),
+                "reported_prompt": metrics.reported_prompt_tokens,
+                "reported_cached": metrics.reported_cached_tokens,
+                "phantom": metrics.phantom_tokens,
+            },
+            receipts=receipts,
+        )
+
+    def _worker(self, record: WorkerRecord) -> WorkerStatus:
+        accounts = [self._knowledge.accounting.account(holder.name, holder.rank) for holder in record.holders]
+        discovery = record.discovery
+        return WorkerStatus(
+            name=record.name,
+            url=record.url,
+            healthy=record.healthy,
+            draining=record.draining,
+            reason=record.reason,
+            epoch=record.epoch,
+            ranks=len(record.holders),
+            models=list(record.models),
+            block_size_tokens=record.block_size_tokens,
+            max_model_len=discovery.max_model_len if discovery else 0,
+            parity=record.parity.value,
+            parity_reason=record.parity_reason,
+            events=[_events(intake) for intake in record.intakes],
+            events_trusted=record.events_trusted,
+            inflight=sum(account.inflight for account in accounts),
+            waiting=sum(account.waiting for account in accounts),
+            inflight_tokens=sum(account.inflight_tokens for account in accounts),
+            outstanding_prefill_ms=sum(account.outstanding_prefill_seconds for account in accounts) * 1e3,
+            requests=record.requests,
+            failures=record.failures,
+            connections=len(record.connections),
+        )
+
+
+def _events(intake: EventIntake) -> dict[str, Any]:
+    return {"rank": intake.holder.rank, "endpoint": intake.source.live_endpoint} | {
+        "intake": asdict(intake.stats()),
+        "rekey": asdict(intake.rekey_stats()),
+    }
+
+
+def _model(pool: ModelPool) -> ModelStatus:
+    return ModelStatus(
+        model=pool.model,
+        renderer=pool.renderer.name if pool.renderer else "remote",
+        block_size_tokens=pool.block_size_tokens,
+        workers=[worker.name for worker in pool.workers],
+        adapters=sorted(pool.adapters),
+    )
