@@ -1,0 +1,377 @@
+"""Which of our names stand behind an engine's handles, and how many copies of each are where.
+
+A ledger follows one event stream whose blocks are a multiple of ours (`WholeLedger`: each handle stands for one or more
+of our names) or a part of ours (`PartLedger`: a name exists while all its parts are held). Both answer the same four
+questions; `rekey.py` decides what reaches them.
+
+Copies are physical: an engine may hold a block twice in one tier and announces each copy, so a handle is forgotten when
+it has been removed as often as it was stored. The counts of a handle's three tiers share one integer.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Final, NamedTuple, Protocol
+
+import msgspec
+
+from cachecore.blocks import HASH_BYTES, TOKEN_BYTES, Chain, Extra, PrefixHash, canonical_extras
+from cachecore.holders import Tier
+from cachecore.index.contract import IndexEvent, Removed, Stored
+from cachecore.scope import Naming
+
+_COPIES_BITS: Final = 32
+_COPIES_MASK: Final = (1 << _COPIES_BITS) - 1
+_EVICTED_SHARE: Final = 16
+
+
+class StoredRun(NamedTuple):
+    """A store, checked and packed: consecutive engine blocks of one chain that entered one tier."""
+
+    handles: tuple[int, ...]
+    """All different, none of them `parent`."""
+    parent: int | None
+    tokens: bytes
+    """`pack_tokens`, as many for each handle."""
+    tier: Tier
+    extras: tuple[tuple[Extra, ...], ...] | None = None
+    """For each handle, offsets relative to its own block."""
+    salt: str | None = None
+    adapter: str | None = None
+
+
+class HandleRecord(NamedTuple):
+    """What is known of one handle, for dumps."""
+
+    handle: int
+    names: Chain
+    """Empty for blocks of a scope that is not ours, and for parts that do not end one of our blocks."""
+    naming: Naming | None
+    copies: tuple[int, int, int]
+    """In L0, L1, L2."""
+
+
+class Emission:
+    """Collects index events in order; removals that follow each other in one tier become one event."""
+
+    __slots__ = ("_removed", "_tier", "events", "foreign_blocks", "removed_blocks", "stored_blocks")
+
+    def __init__(self) -> None:
+        self.events: list[IndexEvent] = []
+        self.stored_blocks = 0
+        self.removed_blocks = 0
+        self.foreign_blocks = 0
+        """Engine blocks that were followed without names."""
+        self._removed: dict[bytes, None] = {}
+        self._tier = Tier.L0
+
+    def stored(self, parent: PrefixHash, chain: Chain, tier: Tier) -> None:
+        self.flush()
+        self.stored_blocks += len(chain) // HASH_BYTES
+        self.events.append(Stored(parent, chain, tier))
+
+    def removed(self, names: bytes, tier: Tier) -> None:
+        """One copy of `names` is gone. A second copy of a name needs an event of its own."""
+        if tier != self._tier or names in self._removed:
+            self.flush()
+            self._tier = tier
+        self.removed_blocks += len(names) // HASH_BYTES
+        self._removed[names] = None
+
+    def flush(self) -> list[IndexEvent]:
+        if self._removed:
+            self.events.append(Removed(Chain(b"".join(self._removed)), self._tier))
+            self._removed.clear()
+        return self.events
+
+
+class Ledger(Protocol):
+    def __len__(self) -> int:
+        """Handles known."""
+        ...
+
+    def __contains__(self, handle: int) -> bool: ...
+
+    def store(self, run: StoredRun, root: Naming | None, out: Emission) -> None:
+        """Name the run's blocks after their parent, which is known; `root` names a run without a parent.
+
+        Blocks in a scope that is not ours (`root` None, or a parent in such a scope) are followed without names, so
+        that their children are recognised as well.
+        """
+        ...
+
+    def remove(self, handles: Iterable[int], tier: Tier, out: Emission) -> list[int]:
+        """One copy of each is gone. Returns the handles that are not known in that tier."""
+        ...
+
+    def records(self) -> Iterator[HandleRecord]: ...
+
+
+def _unit(tier: Tier) -> int:
+    return 1 << (_COPIES_BITS * tier)
+
+
+def _surplus(handles: int, handles_max: int) -> int:
+    return handles - handles_max + handles_max // _EVICTED_SHARE
+
+
+def _copies_in(copies: int, tier: Tier) -> int:
+    return copies >> (_COPIES_BITS * tier) & _COPIES_MASK
+
+
+def _copies_by_tier(copies: int) -> tuple[int, int, int]:
+    return _copies_in(copies, Tier.L0), _copies_in(copies, Tier.L1), _copies_in(copies, Tier.L2)
+
+
+# ---- engine blocks that hold one or more of ours ---------------------------------------------------------------------
+
+
+class _Block(msgspec.Struct, gc=False):  # a million of these: no dict, and nothing for the collector to walk
+    names: bytes
+    naming: Naming | None
+    copies: int
+
+
+class WholeLedger:
+    """Engine blocks of k times our size, k >= 1: each handle stands for k consecutive names.
+
+    `handles_max` bounds it when removals get lost: the oldest handles are given up as if they had been removed.
+    """
+
+    def __init__(self, block_size_tokens: int, handles_max: int) -> None:
+        self._block_size_tokens = block_size_tokens
+        self._handles_max = handles_max
+        self._blocks: dict[int, _Block] = {}
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __contains__(self, handle: int) -> bool:
+        return handle in self._blocks
+
+    def store(self, run: StoredRun, root: Naming | None, out: Emission) -> None:
+        naming, parent = self._after(run.parent, root)
+        chain = Chain(b"")
+        if naming is not None:
+            chain = naming.hasher.chain(parent, run.tokens, self._canonical(run))
+            out.stored(parent, chain, run.tier)
+        else:
+            out.foreign_blocks += len(run.handles)
+        self._follow(run, naming, chain, out)
+        if len(self._blocks) > self._handles_max:
+            self._evict(out)
+
+    def _after(self, parent: int | None, root: Naming | None) -> tuple[Naming | None, PrefixHash]:
+        """Naming and name that a run continues; the name is empty outside our scopes."""
+        if parent is None:
+            return root, PrefixHash(b"") if root is None else root.root
+        block = self._blocks[parent]
+        return block.naming, PrefixHash(block.names[-HASH_BYTES:])
+
+    def _follow(self, run: StoredRun, naming: Naming | None, chain: Chain, out: Emission) -> None:
+        blocks, unit, step = self._blocks, _unit(run.tier), len(chain) // len(run.handles)
+        start = 0
+        for handle in run.handles:
+            names = chain[start : start + step]
+            start += step
+            block = blocks.get(handle)
+            if block is not None and block.names != names:
+                self._disown(blocks.pop(handle), out)
+                block = None
+            if block is None:
+                blocks[handle] = _Block(names, naming, unit)
+            else:
+                block.copies += unit
+
+    def remove(self, handles: Iterable[int], tier: Tier, out: Emission) -> list[int]:
+        blocks, shift = self._blocks, _COPIES_BITS * tier
+        unknown = []
+        for handle in handles:
+            block = blocks.get(handle)
+            if block is None or not block.copies >> shift & _COPIES_MASK:
+                unknown.append(handle)
+                continue
+            block.copies -= 1 << shift
+            if not block.copies:
+                del blocks[handle]
+            if block.names:
+                out.removed(block.names, tier)
+        return unknown
+
+    def records(self) -> Iterator[HandleRecord]:
+        for handle, block in self._blocks.items():
+            yield HandleRecord(handle, Chain(block.names), block.naming, _copies_by_tier(block.copies))
+
+    def _disown(self, block: _Block, out: Emission) -> None:
+        """Take back all copies of a block that we can no longer follow."""
+        for tier in Tier:
+            for _ in range(_copies_in(block.copies, tier) if block.names else 0):
+                out.removed(block.names, tier)
+
+    def _evict(self, out: Emission) -> None:
+        # Many at once: a dict that loses its first entry again and again walks over the graves each time.
+        for handle in list(islice(self._blocks, _surplus(len(self._blocks), self._handles_max))):
+            self._disown(self._blocks.pop(handle), out)
+
+    def _canonical(self, run: StoredRun) -> list[bytes] | None:
+        """Extras of each of OUR blocks.
+
+        An item's length is not announced: from the block it starts in, it counts until the engine's block ends.
+        """
+        if run.extras is None:
+            return None
+        size = self._block_size_tokens
+        count = len(run.tokens) // TOKEN_BYTES // size // len(run.handles)
+        return [
+            canonical_extras(
+                Extra(offset - index * size, identifier) for offset, identifier in extras if offset < (index + 1) * size
+            )
+            for extras in run.extras
+            for index in range(count)
+        ]
+
+
+# ---- engine blocks that are parts of ours ----------------------------------------------------------------------------
+
+
+class _Part:
+    """One engine block inside one of ours."""
+
+    __slots__ = ("copies", "extras", "handle", "name", "naming", "parent", "path", "tokens", "wholes")
+
+    def __init__(self, handle: int, naming: Naming | None, parent: PrefixHash, path: tuple["_Part", ...]) -> None:
+        self.handle = handle
+        self.naming = naming
+        self.parent = parent
+        """Name of our block before the one this part belongs to."""
+        self.path = (*path, self)
+        """The parts of our block up to and with this one."""
+        self.tokens = b""
+        """Of the path; dropped once they are hashed."""
+        self.extras: tuple[Extra, ...] = ()
+        """Of the path, relative to our block."""
+        self.name = PrefixHash(b"")
+        """Of our block, for its last part."""
+        self.wholes: dict[_Part, None] = {}
+        """Last parts of our blocks that this part belongs to: several where prompts diverge inside a block."""
+        self.copies = 0
+
+    def held(self, tier: Tier) -> bool:
+        return all(_copies_in(part.copies, tier) for part in self.path)
+
+
+class PartLedger:
+    """Engine blocks of 1/m of our size, m >= 2.
+
+    One of our blocks is stored in a tier when its last missing part arrives there and removed when the first is lost.
+    """
+
+    def __init__(self, parts_per_block: int, handles_max: int) -> None:
+        self._parts_per_block = parts_per_block
+        self._handles_max = handles_max
+        self._parts: dict[int, _Part] = {}
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __contains__(self, handle: int) -> bool:
+        return handle in self._parts
+
+    def store(self, run: StoredRun, root: Naming | None, out: Emission) -> None:
+        before = None if run.parent is None else self._parts[run.parent]
+        part_bytes = len(run.tokens) // len(run.handles)
+        complete: list[_Part] = []
+        for index, handle in enumerate(run.handles):
+            part = self._parts.get(handle)
+            if part is None:
+                tokens = run.tokens[index * part_bytes : (index + 1) * part_bytes]
+                part = self._add(handle, before, root, tokens, run.extras[index] if run.extras else ())
+            complete += self._arrived(part, run.tier)
+            out.foreign_blocks += part.naming is None
+            before = part
+        _emit_runs(complete, run.tier, out)
+        if len(self._parts) > self._handles_max:
+            self._evict(out)
+
+    def remove(self, handles: Iterable[int], tier: Tier, out: Emission) -> list[int]:
+        return [handle for handle in handles if not self._remove(handle, tier, out)]
+
+    def _remove(self, handle: int, tier: Tier, out: Emission) -> bool:
+        part = self._parts.get(handle)
+        if part is None or not _copies_in(part.copies, tier):
+            return False
+        lost = [whole for whole in part.wholes if whole.naming is not None and whole.held(tier)]
+        part.copies -= _unit(tier)
+        if not _copies_in(part.copies, tier):
+            for whole in lost:
+                out.removed(whole.name, tier)
+        self._forget_unused(part)
+        return True
+
+    def records(self) -> Iterator[HandleRecord]:
+        for handle, part in self._parts.items():
+            yield HandleRecord(handle, Chain(part.name), part.naming, _copies_by_tier(part.copies))
+
+    def _add(
+        self, handle: int, before: _Part | None, root: Naming | None, tokens: bytes, extras: Sequence[Extra]
+    ) -> _Part:
+        part = self._continued(handle, before, root)
+        place = len(part.path) - 1
+        shift = place * (len(tokens) // TOKEN_BYTES)
+        moved = tuple(Extra(offset + shift, identifier) for offset, identifier in extras)
+        prefix = part.path[-2] if place else None
+        part.tokens = (prefix.tokens if prefix else b"") + tokens
+        part.extras = tuple({*(prefix.extras if prefix else ()), *moved})
+        if len(part.path) == self._parts_per_block:
+            self._complete(part)
+        self._parts[handle] = part
+        return part
+
+    def _continued(self, handle: int, before: _Part | None, root: Naming | None) -> _Part:
+        """A new part after `before`: further along in the same block of ours, or at the start of the next."""
+        if before is None:
+            return _Part(handle, root, PrefixHash(b"") if root is None else root.root, ())
+        if len(before.path) == self._parts_per_block:
+            return _Part(handle, before.naming, before.name, ())
+        return _Part(handle, before.naming, before.parent, before.path)
+
+    def _complete(self, last: _Part) -> None:
+        if last.naming is not None:
+            extras = [canonical_extras(last.extras)]
+            last.name = PrefixHash(last.naming.hasher.chain(last.parent, last.tokens, extras))
+        last.tokens = b""
+        for part in last.path:
+            part.wholes[last] = None
+
+    def _arrived(self, part: _Part, tier: Tier) -> list[_Part]:
+        """Count one more copy; the last parts of our blocks that became complete by it."""
+        first = not _copies_in(part.copies, tier)
+        part.copies += _unit(tier)
+        return [whole for whole in part.wholes if first and whole.naming is not None and whole.held(tier)]
+
+    def _forget_unused(self, part: _Part) -> None:
+        """A part without copies stays while other parts of its blocks are held: it may come back."""
+        candidates = list(part.path)
+        for whole in list(part.wholes):
+            if not any(member.copies for member in whole.path):
+                candidates += whole.path
+                for member in whole.path:
+                    del member.wholes[whole]
+        for member in candidates:
+            if not member.copies and not member.wholes:
+                self._parts.pop(member.handle, None)
+
+    def _evict(self, out: Emission) -> None:
+        for handle in list(islice(self._parts, _surplus(len(self._parts), self._handles_max))):
+            part = self._parts.get(handle)
+            for tier in Tier:
+                while part is not None and _copies_in(part.copies, tier):
+                    self._remove(handle, tier, out)
+
+
+def _emit_runs(complete: list[_Part], tier: Tier, out: Emission) -> None:
+    """Our blocks that follow each other become one stored run."""
+    start = 0
+    for end in range(1, len(complete) + 1):
+        if end == len(complete) or complete[end].parent != complete[end - 1].name:
+            out.stored(complete[start].parent, Chain(b"".join(part.name for part in complete[start:end])), tier)
+            start = end
