@@ -113,12 +113,14 @@ class EngineInfo:
 class Engine(Protocol):
     info: EngineInfo
     renderer: Renderer
-    metrics: EngineMetrics
+
+    @property
+    def metrics(self) -> EngineMetrics: ...
 
     async def start(self) -> None: ...
 
     async def stop(self) -> None:
-        """End the loop; live generations end with finish reason `abort`."""
+        """End the loop; live generations end with finish reason `abort`. May be called twice."""
         ...
 
     def generate(self, generation: Generation) -> AsyncIterator[StepOutput]:
