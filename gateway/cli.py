@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gateway.config import LOG_LEVELS, POLICY_NAMES, GatewayConfig, load
+from gateway.config import LOG_LEVELS, GatewayConfig, load
+from policies import POLICIES
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -37,7 +38,7 @@ def _add_up(subparsers: "Subparsers") -> None:
     parser.add_argument("--model", default="smollm2", metavar="DIR|smollm2", help="what they serve (default: smollm2)")
     parser.add_argument("--port", type=_port, default=8000, metavar="P", help="of the gateway (default: %(default)s)")
     parser.add_argument("--host", default="127.0.0.1", metavar="H", help="of the gateway (default: %(default)s)")
-    parser.add_argument("--policy", choices=POLICY_NAMES, help="how requests are placed (default: kv-aware)")
+    parser.add_argument("--policy", choices=list(POLICIES), help="how requests are placed (default: kv-aware)")
     parser.add_argument("--redis", metavar="URL|embedded|none", help="where the shared index lives (default: none)")
     parser.add_argument("--state-dir", type=Path, metavar="DIR", help="for logs and keyring")
     parser.add_argument("--json", action="store_true", help="print URLs, processes and logs as JSON once all serve")
@@ -76,7 +77,7 @@ Flags win over variables, variables over the file. The keys of the file: pydoc g
     )
     parser.add_argument("-c", "--config", type=Path, metavar="FILE", help="YAML configuration")
     parser.add_argument("--worker", action="append", metavar="URL", help="an engine to route to; may be repeated")
-    parser.add_argument("--policy", choices=POLICY_NAMES, help="how requests are placed (default: kv-aware)")
+    parser.add_argument("--policy", choices=list(POLICIES), help="how requests are placed (default: kv-aware)")
     parser.add_argument("--redis", metavar="URL|embedded|none", help="where the shared index lives (default: none)")
     parser.add_argument(
         "--tokenizer",
@@ -95,11 +96,7 @@ Flags win over variables, variables over the file. The keys of the file: pydoc g
 
 
 def _run_serve(arguments: argparse.Namespace) -> int:
-    from gateway.ports import require_free_port
-
     config = serve_config(arguments)
-    for host, port in ((config.host, config.port), *_extra_listeners(config)):
-        require_free_port(host, port)
 
     from gateway import server
 
@@ -121,10 +118,6 @@ def serve_config(arguments: argparse.Namespace) -> GatewayConfig:
         "log_level": arguments.log_level,
     }
     return load(arguments.config, overrides={key: value for key, value in flags.items() if value is not None})
-
-
-def _extra_listeners(config: GatewayConfig) -> list[tuple[str, int]]:
-    return [(surface.host, surface.port) for surface in (config.admin, config.metrics) if surface.port is not None]
 
 
 def _add_keys(subparsers: "Subparsers") -> None:

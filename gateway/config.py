@@ -33,8 +33,8 @@ import msgspec
 import yaml
 
 from gateway.errors import ConfigError
+from policies import POLICIES
 
-PolicyName = Literal["kv-aware", "prefix-aware", "round-robin", "least-loaded", "session"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
@@ -134,7 +134,8 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: Port = 8000
     workers: tuple[WorkerConfig, ...] = ()
-    policy: PolicyName = "kv-aware"
+    policy: str = "kv-aware"
+    """One of `policies.POLICIES`."""
     policy_header_allowed: bool = False
     """Whether `x-ropeway-policy` may choose another policy for its request."""
     redis: str = "none"
@@ -155,6 +156,8 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     prompts: PromptsConfig = PromptsConfig()
 
     def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy: {self.policy!r} is unknown{_nearest(self.policy, POLICIES)}")
         if self.redis != "none":
             raise ValueError(f"redis: {self.redis!r} is not supported: the index lives in memory; only 'none' is")
         for name in ("url", "name"):
@@ -164,7 +167,6 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
                 raise ValueError(f"workers: the {name} {min(twice)!r} is given twice")
 
 
-POLICY_NAMES: tuple[str, ...] = get_args(PolicyName)
 LOG_LEVELS: tuple[str, ...] = get_args(LogLevel)
 
 

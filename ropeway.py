@@ -1,0 +1,80 @@
+"""The `ropeway` command: joins the subcommands that each trunk defines in its own cli.py."""
+
+import argparse
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import NoReturn
+
+import gateway.cli
+import workers.cli
+from gateway.errors import StartupError
+
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+EPILOG = """examples:
+  ropeway up                                        a model, two workers and the gateway: then ask it something
+  ropeway up --simulated --workers 8                the same without a model
+  ropeway serve --worker http://127.0.0.1:8001      the gateway alone, in front of your engines
+  ropeway COMMAND --help                            more examples, and every flag"""
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong with a command line in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USAGE, f"ropeway: error: {message} (see '{self.prog} --help')\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns its exit code: 2 for a wrong command line or configuration, 1 for a failure."""
+    arguments = parser().parse_args(argv)
+    try:
+        code: int = arguments.run(arguments)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has gone; the interpreter must not trip over it again when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILURE
+    except StartupError as error:
+        return _fail(error, error.exit_code)
+    except OSError as error:
+        return _fail(error, EXIT_FAILURE)
+    return code
+
+
+def parser() -> argparse.ArgumentParser:
+    top: argparse.ArgumentParser = Parser(
+        prog="ropeway",
+        description="A prefix-aware gateway for LLM inference.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    top.add_argument("--version", action="version", version=f"ropeway {_version()}")
+    subparsers = top.add_subparsers(required=True, metavar="COMMAND")
+    gateway.cli.add_parsers(subparsers)
+    workers.cli.add_parsers(subparsers)
+    if importlib.util.find_spec("loadtest.cli") is not None:
+        importlib.import_module("loadtest.cli").add_parsers(subparsers)
+    return top
+
+
+def _version() -> str:
+    try:
+        return version("ropeway")
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def _fail(error: Exception, code: int) -> int:
+    print(f"ropeway: error: {error}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

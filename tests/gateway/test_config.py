@@ -1,0 +1,155 @@
+from pathlib import Path
+
+import pytest
+
+from gateway.config import GatewayConfig, load
+from gateway.errors import ConfigError
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def write(text: str) -> Path:
+        path = tmp_path / "gateway.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_defaults() -> None:
+    config = load(None, {})
+    assert (config.host, config.port, config.policy, config.redis) == ("127.0.0.1", 8000, "kv-aware", "none")
+    assert config.workers == ()
+    assert config.tenants.open
+    assert not config.policy_header_allowed
+    assert not config.forward_kv_transfer_params
+    assert config.limits.body_bytes_max == 64 * 1024 * 1024
+    assert config.limits.header_bytes_max == 64 * 1024
+    assert (config.timeouts.connect_seconds, config.timeouts.first_byte_seconds) == (2.0, None)
+    assert (config.probes.interval_seconds, config.probes.unhealthy_after) == (2.0, 2)
+
+
+def test_an_empty_file_is_the_defaults(write) -> None:
+    assert load(write(""), {}) == GatewayConfig()
+
+
+def test_a_file(write) -> None:
+    path = write(
+        """
+        policy: session
+        workers:
+          - http://127.0.0.1:8001
+          - {url: "http://10.0.0.2:8002/", name: second, model: m, block_size_tokens: 32}
+        tokenizers: {m: /models/m}
+        tenants: {api_keys_file: keys.jsonl}
+        admin: {port: 9000}
+        timeouts: {first_byte_seconds: 30}
+        """
+    )
+    config = load(path, {})
+    assert config.policy == "session"
+    assert [worker.url for worker in config.workers] == ["http://127.0.0.1:8001", "http://10.0.0.2:8002/"]
+    assert config.workers[1].block_size_tokens == 32
+    assert config.tokenizers == {"m": Path("/models/m")}
+    assert config.tenants.api_keys_file == Path("keys.jsonl")
+    assert not config.tenants.open
+    assert config.admin.port == 9000
+    assert config.timeouts.first_byte_seconds == 30.0
+
+
+def test_variables_win_over_the_file_and_flags_over_both(write) -> None:
+    path = write("{port: 1001, policy: session, host: 10.0.0.1}")
+    environment = {"ROPEWAY_PORT": "1002", "ROPEWAY_POLICY": "round-robin"}
+    config = load(path, environment, {"port": 1003})
+    assert (config.host, config.policy, config.port) == ("10.0.0.1", "round-robin", 1003)
+
+
+def test_variables_of_nested_keys() -> None:
+    config = load(
+        None,
+        {
+            "ROPEWAY_LIMITS_BODY_BYTES_MAX": "2048",
+            "ROPEWAY_TIMEOUTS_CONNECT_SECONDS": "0.5",
+            "ROPEWAY_POLICY_HEADER_ALLOWED": "true",
+            "ROPEWAY_ADMIN_KEY_FILE": "/run/key",
+            "ROPEWAY_WORKERS": "[http://a:1, {url: 'http://b:2', name: b}]",
+            "ROPEWAY_TOKENIZERS": "{m: /models/m}",
+        },
+    )
+    assert config.limits.body_bytes_max == 2048
+    assert config.timeouts.connect_seconds == 0.5
+    assert config.policy_header_allowed is True
+    assert config.admin.key_file == Path("/run/key")
+    assert [(worker.url, worker.name) for worker in config.workers] == [("http://a:1", ""), ("http://b:2", "b")]
+    assert config.tokenizers == {"m": Path("/models/m")}
+
+
+def test_lists_are_replaced_and_mappings_merged(write) -> None:
+    path = write("{workers: [http://a:1], tokenizers: {m: /file, n: /file}, limits: {connections_max: 7}}")
+    overrides = {"workers": ["http://b:2"], "tokenizers": {"m": "/flag"}, "limits.header_bytes_max": 4096}
+    config = load(path, {}, overrides)
+    assert [worker.url for worker in config.workers] == ["http://b:2"]
+    assert config.tokenizers == {"m": Path("/flag"), "n": Path("/file")}
+    assert (config.limits.connections_max, config.limits.header_bytes_max) == (7, 4096)
+
+
+def test_variables_that_are_not_ours_are_left_alone() -> None:
+    environment = {
+        "ROPEWAY_PORT": "tcp://10.0.0.1:8000",
+        "ROPEWAY_PORT_8000_TCP": "tcp://10.0.0.1:8000",
+        "ROPEWAY_SERVICE_HOST": "10.0.0.1",
+        "ROPEWAY_MODEL_CACHE": "/cache",
+        "ROPEWAY_HOST": "",
+    }
+    assert load(None, environment) == GatewayConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prot: 1", "unknown key 'prot'; did you mean 'port'?"),
+        ("limits: {body_byte_max: 3}", "unknown key 'limits.body_byte_max'; did you mean 'body_bytes_max'?"),
+        (
+            "probes: {zzz: 3}",
+            "unknown key 'probes.zzz'; known here: interval_seconds, timeout_seconds, unhealthy_after",
+        ),
+        ("workers: [http://a:1, {url: 'http://b:2', nam: x}]", "unknown key 'workers[1].nam'; did you mean 'name'?"),
+        ("policy: kv_aware", "policy: 'kv_aware' is unknown; did you mean 'kv-aware'?"),
+        ("limits: {body_bytes_max: 3}", "limits.body_bytes_max: Expected `int` >= 1024"),
+        ("port: eighty", "port: Expected `int`, got `str`"),
+        ("port: 70000", "port: Expected `int` <= 65535"),
+        ("limits: 4", "limits: Expected `object`, got `int`"),
+        ("timeouts: {idle_seconds: 0}", "timeouts.idle_seconds: Expected `float` > 0.0"),
+        ("admin: {key_file: 4}", "admin.key_file: Expected `path`, got `int`"),
+        ("workers: [{name: x}]", "workers[0]: Object missing required field `url`"),
+        ("workers: [ftp://a:1]", "workers[0]: 'ftp://a:1' is not a URL of the form http://host:port"),
+        ("workers: ['http://a:b']", "workers[0]: 'http://a:b' is not a URL of the form http://host:port"),
+        ("workers: [http://a:1/v1]", "workers[0]: 'http://a:1/v1' must end after its port"),
+        ("workers: [http://a:1, http://a:1/]", "workers: the url 'http://a:1' is given twice"),
+        ("redis: embedded", "redis: 'embedded' is not supported"),
+        ("{port: 1, port: 2}", "the key 'port' is given twice"),
+        ("[1]", "a mapping is expected at the top, not list"),
+        ("port: [", "while parsing a flow node"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_place(write, text: str, message: str) -> None:
+    path = write(text)
+    with pytest.raises(ConfigError) as caught:
+        load(path, {})
+    assert str(caught.value).startswith(f"{path}: {message}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_wrong_variable_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"^ROPEWAY_PORT: Expected `int`"):
+        load(None, {"ROPEWAY_PORT": "eighty"})
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.yaml: No such file or directory$"):
+        load(tmp_path / "absent.yaml", {})
+
+
+def test_the_tree_is_frozen() -> None:
+    with pytest.raises(AttributeError):
+        GatewayConfig().port = 1  # type: ignore[misc]
