@@ -49,7 +49,10 @@ class WorkerLoad(Protocol):
 class PrefillEstimate(Protocol):
     """Predicts prefill time for one worker (`policies.estimates.PrefillModel`)."""
 
-    def prefill_seconds(self, new_tokens: int, context_tokens: int) -> float: ...
+    def prefill_seconds(self, new_tokens: int, context_tokens: int, decoding_tokens: int = 0) -> float:
+        """Seconds for `new_tokens` after `context_tokens` cached ones, while the worker decodes `decoding_tokens` of
+        context for others (`WorkerLoad.running_context_tokens`)."""
+        ...
 
 
 class WorkerView(NamedTuple):

@@ -1,0 +1,52 @@
+"""Choosing among equals, and the words for it."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from random import Random
+
+from policies.contract import WorkerView
+
+
+def least_loaded(workers: Sequence[WorkerView], random: Random) -> WorkerView:
+    """The worker with the fewest outstanding tokens, then the fewest requests; equals at random."""
+    least = min([(view.load.inflight_tokens, view.load.inflight) for view in workers])
+    return random.choice([view for view in workers if (view.load.inflight_tokens, view.load.inflight) == least])
+
+
+def fewest_requests(workers: Sequence[WorkerView], random: Random) -> WorkerView:
+    fewest = min([view.load.inflight for view in workers])
+    return random.choice([view for view in workers if view.load.inflight == fewest])
+
+
+def stickiest(session: str, workers: Sequence[WorkerView]) -> WorkerView:
+    """The worker a session always gets among these: the highest draw of (session, worker), so that a fleet change
+    moves only the sessions of the worker that came or went."""
+    seed = _digest(session)
+    return max(workers, key=lambda view: _draw(seed, _worker_digest(view.name, view.rank)))
+
+
+def _draw(seed: int, worker: int) -> int:
+    """Mixes two random 64-bit words (the finalizer of MurmurHash3): a digest for each pair would cost 1 us each."""
+    mixed = seed ^ worker
+    mixed = (mixed ^ (mixed >> 33)) * 0xFF51AFD7ED558CCD & 0xFFFFFFFFFFFFFFFF
+    mixed = (mixed ^ (mixed >> 33)) * 0xC4CEB9FE1A85EC53 & 0xFFFFFFFFFFFFFFFF
+    return mixed ^ (mixed >> 33)
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+@lru_cache(maxsize=4096)
+def _worker_digest(name: str, rank: int) -> int:
+    return _digest(f"{name}/{rank}")
+
+
+def label(view: WorkerView) -> str:
+    """A worker's name for a reader; the rank only where there is more than one."""
+    return f"{view.name}/{view.rank}" if view.rank else view.name
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.0f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.1f} ms"

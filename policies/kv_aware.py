@@ -1,0 +1,75 @@
+"""Send each request where it costs least: its own predicted time to first token, and the delay its work causes others.
+
+    cost = wait + S + price * S
+
+S is the predicted prefill of the tokens that the worker does not have, `wait` its backlog, `price` the load-dependent
+worth of a second of work (`policies.pricing`). When idle the price is nothing and a request simply starts soonest,
+which also replicates hot prefixes; near saturation work is dear and cached tokens win over short queues.
+"""
+
+from collections.abc import Sequence
+from math import inf
+from random import Random
+
+from policies.choice import fewest_requests, label, milliseconds, stickiest
+from policies.contract import Decision, Evidence, Query, Snapshot, WorkerView
+from policies.pricing import prefill_seconds_each, work_price
+
+TIE_SECONDS = 0.0002
+TIE_SHARE = 0.05
+"""Costs this close are equal: calibrations of like workers differ by as much, and an idle fleet would send every short
+prompt to whoever was measured a percent faster. No cached token is given up for it (see `_pick`)."""
+
+
+_CACHED = {
+    Evidence.EXACT.value: "cached",
+    Evidence.PREDICTED.value: "on their way into its cache",
+    Evidence.HISTORY.value: "sent there before",
+    Evidence.NONE.value: "cached",
+}
+
+
+class KvAware:
+    """Predicted time to first token plus the price of the work. Stateless."""
+
+    name = "kv-aware"
+
+    def decide(self, query: Query, snapshot: Snapshot, random: Random) -> Decision:
+        workers, now = snapshot.workers, snapshot.now
+        waits = [view.load.wait_seconds(now) for view in workers]
+        works = prefill_seconds_each(query, workers)
+        weight = 1.0 + work_price(snapshot.rates, min(waits))
+        costs = [wait + weight * work for wait, work in zip(waits, works, strict=True)]
+        best = _pick(query, workers, costs, random)
+        ttft = waits[best] + works[best]
+        reason = _start(query, workers[best], ttft)
+        if len(workers) > 1:
+            other = _runner_up(costs, best)
+            reason += f"; next best {label(workers[other])}: {milliseconds(waits[other] + works[other])}"
+        return Decision(workers[best], reason, ttft * 1e3, costs)
+
+
+def _pick(query: Query, workers: Sequence[WorkerView], costs: Sequence[float], random: Random) -> int:
+    """Index of the cheapest. Among equals the session's own worker, or one with the fewest requests."""
+    least = min(costs)
+    best = costs.index(least)
+    limit = least * (1.0 + TIE_SHARE) + TIE_SECONDS
+    matched = workers[best].matched_tokens
+    equals = [index for index, cost in enumerate(costs) if cost <= limit and workers[index].matched_tokens >= matched]
+    if len(equals) == 1:
+        return best
+    tied = [workers[index] for index in equals]
+    chosen = stickiest(query.session, tied) if query.session else fewest_requests(tied, random)
+    return equals[tied.index(chosen)]
+
+
+def _runner_up(costs: list[float], best: int) -> int:
+    cost, costs[best] = costs[best], inf
+    second = costs.index(min(costs))
+    costs[best] = cost
+    return second
+
+
+def _start(query: Query, view: WorkerView, seconds: float) -> str:
+    cached = _CACHED[view.evidence.value]
+    return f"{view.matched_tokens:,} of {query.prompt_tokens:,} tokens {cached}, starts in {milliseconds(seconds)}"

@@ -1,0 +1,80 @@
+"""Where prompts went before: the stand-in for an index where a worker publishes no events.
+
+Every routed request is recorded, whichever rule chose its worker. What a worker is believed to hold is bounded by the
+blocks it was sent most recently, as its own cache is; a conversation's turn replaces the turn before, whose blocks it
+repeats.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+
+from policies.state.chains import HASH_BYTES, ChainStore
+from policies.state.inflight import WorkerKey
+
+WORKER_BLOCKS_MAX = 65_536
+"""Per worker: about a million tokens at 16 tokens a block, and 1 MiB of names."""
+
+
+class _WorkerHistory:
+    """Chains sent to one worker, least recently sent first, by the name of their last block."""
+
+    __slots__ = ("blocks", "chains")
+
+    def __init__(self) -> None:
+        self.chains: OrderedDict[bytes, bytes] = OrderedDict()
+        self.blocks = 0
+
+
+class RoutingHistory:
+    """Own routing history over a counted `ChainStore`, bounded per worker."""
+
+    def __init__(self, store: ChainStore, worker_blocks_max: int = WORKER_BLOCKS_MAX) -> None:
+        if worker_blocks_max < 1:
+            raise ValueError("worker_blocks_max must be positive")
+        self._store = store
+        self._worker_blocks_max = worker_blocks_max
+        self._workers: dict[WorkerKey, _WorkerHistory] = {}
+
+    def __repr__(self) -> str:
+        sizes = {key: (len(history.chains), history.blocks) for key, history in self._workers.items()}
+        return f"RoutingHistory((chains, blocks) by worker: {sizes})"
+
+    def blocks(self, key: WorkerKey) -> int:
+        """Blocks of the chains recorded for a worker, shared ones counted once for each chain."""
+        history = self._workers.get(key)
+        return history.blocks if history else 0
+
+    def depths(self, chain: bytes) -> Mapping[WorkerKey, int]:
+        """Leading blocks of `chain` that went to each worker before. Changes nothing."""
+        return self._store.depths(chain)
+
+    def record(self, key: WorkerKey, chain: bytes) -> None:
+        """A prompt with this chain was sent to `key`. Of a chain longer than the bound, the beginning is kept."""
+        chain = chain[: self._worker_blocks_max * HASH_BYTES]
+        if not chain:
+            return
+        history = self._workers.setdefault(key, _WorkerHistory())
+        tail = chain[-HASH_BYTES:]
+        if tail in history.chains:
+            history.chains.move_to_end(tail)
+            return
+        depth = self._store.depths(chain).get(key, 0)
+        self._store.store(key, chain)
+        history.chains[tail] = chain
+        history.blocks += len(chain) // HASH_BYTES
+        if depth:
+            # Where an earlier chain ends at the depth we share, this one contains it whole.
+            self._drop(key, history, chain[(depth - 1) * HASH_BYTES : depth * HASH_BYTES])
+        while history.blocks > self._worker_blocks_max:
+            self._drop(key, history, next(iter(history.chains)))
+
+    def forget(self, key: WorkerKey) -> None:
+        """The worker is gone or has restarted."""
+        if self._workers.pop(key, None) is not None:
+            self._store.forget(key)
+
+    def _drop(self, key: WorkerKey, history: _WorkerHistory, tail: bytes) -> None:
+        chain = history.chains.pop(tail, None)
+        if chain is not None:
+            history.blocks -= len(chain) // HASH_BYTES
+            self._store.remove(key, chain)

@@ -1,0 +1,316 @@
+"""What the gateway itself has sent where: load, predicted wait and rates, from its own dispatches alone.
+
+Everything is counted at the moment of decision, before any await, so that a burst sees itself. Engines are not asked:
+a scraped queue is seconds old, this one is not.
+
+The wait of a worker is an event-bounded backlog. A clock alone would let a backlog run out while the engine stands
+still (its KV pool is full, say); first tokens alone would not let it fall between events. So
+
+    backlog falls with the clock:   B = wait + S at each dispatch, then B - (now - dispatched)
+    first tokens bound it:          outstanding - S(oldest) <= wait <= outstanding
+
+with S the predicted prefill of a request and `outstanding` the sum of S over requests without a first token.
+
+Calibration reads the same records. Engines batch: eight prompts may get their first tokens in one step, so the service
+time of ONE request means little. What is observed is a stretch of uninterrupted prefill work: its duration beside the
+sum of what the uncalibrated prior says of its requests (`PrefillSample`). The prior and not the prediction, because the
+calibration has moved on since a queued request was dispatched.
+"""
+
+from math import exp
+from typing import NamedTuple
+
+from policies.contract import FleetRates
+
+WorkerKey = tuple[str, int]
+"""Name and data-parallel rank."""
+
+REQUESTS_MAX = 100_000
+OUTPUT_TOKENS_PRIOR = 256.0
+_OUTPUT_WEIGHT = 0.05
+_STRETCH_REQUESTS = 8
+"""A stretch is cut after this many first tokens: under steady load the queue never runs empty."""
+
+
+class PrefillSample(NamedTuple):
+    """A stretch of uninterrupted prefill work on one worker."""
+
+    worker: str
+    rank: int
+    requests: int
+    prior_seconds: float
+    """Sum of `PrefillModel.prior_seconds` of its requests."""
+    observed_seconds: float
+
+
+class _Request:
+    """One dispatch. `context_tokens` is what it holds of the worker's decode load; zero until its first token."""
+
+    __slots__ = (
+        "account",
+        "context_tokens",
+        "output_tokens_max",
+        "prefill_seconds",
+        "prior_seconds",
+        "prompt_tokens",
+        "waiting",
+    )
+
+    def __init__(
+        self,
+        account: "WorkerAccount",
+        prompt_tokens: int,
+        prefill_seconds: float,
+        output_tokens_max: int,
+        prior_seconds: float | None,
+    ) -> None:
+        self.account = account
+        self.prompt_tokens = prompt_tokens
+        self.prefill_seconds = prefill_seconds
+        self.output_tokens_max = output_tokens_max
+        self.prior_seconds = prior_seconds
+        self.context_tokens = 0
+        self.waiting = True
+
+
+class WorkerAccount:
+    """One worker's load (`policies.contract.WorkerLoad`). Changed by `InflightAccounting` alone, read by policies."""
+
+    __slots__ = (
+        "_backlog_ends_at",
+        "_first_token_at",
+        "_queue",
+        "_stretch_at",
+        "_stretch_requests",
+        "_stretch_seconds",
+        "_wait_seconds_min",
+        "dispatched",
+        "inflight",
+        "inflight_tokens",
+        "name",
+        "outstanding_prefill_seconds",
+        "rank",
+        "running_context_tokens",
+        "waiting",
+    )
+
+    def __init__(self, name: str, rank: int) -> None:
+        self.name = name
+        self.rank = rank
+        self.inflight = 0
+        self.waiting = 0
+        self.outstanding_prefill_seconds = 0.0
+        self.inflight_tokens = 0
+        self.running_context_tokens = 0
+        self.dispatched = 0
+        self._backlog_ends_at = 0.0
+        self._wait_seconds_min = 0.0
+        self._queue: dict[_Request, None] = {}
+        self._stretch_at: float | None = None
+        self._stretch_seconds = 0.0
+        self._stretch_requests = 0
+        self._first_token_at = 0.0
+
+    def __repr__(self) -> str:
+        return (
+            f"WorkerAccount({self.name}/{self.rank}: inflight={self.inflight} waiting={self.waiting} "
+            f"outstanding={self.outstanding_prefill_seconds:.3f}s tokens={self.inflight_tokens} "
+            f"context={self.running_context_tokens})"
+        )
+
+    def wait_seconds(self, now: float) -> float:
+        """Predicted time until a request dispatched now would start its prefill. See the module's opening."""
+        # Without a request waiting both bounds are zero.
+        wait = self._backlog_ends_at - now
+        if wait >= self.outstanding_prefill_seconds:
+            return self.outstanding_prefill_seconds
+        return wait if wait > self._wait_seconds_min else self._wait_seconds_min
+
+    def _dispatch(self, request: _Request, now: float) -> None:
+        self._backlog_ends_at = now + self.wait_seconds(now) + request.prefill_seconds
+        if self.waiting:
+            self._wait_seconds_min += request.prefill_seconds
+        else:
+            self._start_stretch(now)
+        self._queue[request] = None
+        self.inflight += 1
+        self.waiting += 1
+        self.dispatched += 1
+        self.outstanding_prefill_seconds += request.prefill_seconds
+        self.inflight_tokens += request.prompt_tokens
+
+    def _leave_queue(self, request: _Request) -> None:
+        request.waiting = False
+        del self._queue[request]
+        self.waiting -= 1
+        if self.waiting:
+            outstanding = max(self.outstanding_prefill_seconds - request.prefill_seconds, 0.0)
+            self.outstanding_prefill_seconds = outstanding
+            self._wait_seconds_min = max(outstanding - next(iter(self._queue)).prefill_seconds, 0.0)
+        else:  # exactly empty: float sums drift
+            self.outstanding_prefill_seconds = self._wait_seconds_min = 0.0
+
+    def _first_token(self, request: _Request, now: float) -> PrefillSample | None:
+        self._leave_queue(request)
+        self.running_context_tokens += request.context_tokens
+        if self._stretch_at is None or request.prior_seconds is None:
+            self._start_stretch(now)
+            return None
+        # Cut only between steps: first tokens of one step arrive together, and their work belongs together.
+        pause = now - self._first_token_at
+        cut = self._stretch_requests >= _STRETCH_REQUESTS and pause > request.prefill_seconds / 4
+        sample = self._end_stretch(self._first_token_at) if cut else None
+        self._stretch_seconds += request.prior_seconds
+        self._stretch_requests += 1
+        self._first_token_at = now
+        return sample if self.waiting else self._end_stretch(now)
+
+    def _finish(self, request: _Request) -> None:
+        if request.waiting:
+            self._leave_queue(request)
+            self._stretch_at = None  # nobody knows how much of its prefill was done
+        self.inflight -= 1
+        self.inflight_tokens -= request.prompt_tokens
+        self.running_context_tokens -= request.context_tokens
+
+    def _start_stretch(self, now: float) -> None:
+        self._stretch_at, self._stretch_seconds, self._stretch_requests = now, 0.0, 0
+        self._first_token_at = now
+
+    def _end_stretch(self, now: float) -> PrefillSample | None:
+        started, seconds, requests = self._stretch_at, self._stretch_seconds, self._stretch_requests
+        self._start_stretch(now)
+        if started is None or not requests or now <= started:
+            return None
+        return PrefillSample(self.name, self.rank, requests, seconds, now - started)
+
+
+class InflightAccounting:
+    """Every request from dispatch to finish, by worker, and the rates of the fleet.
+
+    Request ids that are not in flight are counted (`unknown`) and otherwise ignored. At most `requests_max` requests
+    are tracked; beyond that the oldest is dropped (`dropped`): a caller that never finishes its requests cannot fill
+    the memory or keep a worker looking busy for ever.
+    """
+
+    def __init__(self, tau_seconds: float = 30.0, requests_max: int = REQUESTS_MAX) -> None:
+        if tau_seconds <= 0 or requests_max < 1:
+            raise ValueError("tau_seconds and requests_max must be positive")
+        self.tau_seconds = tau_seconds
+        self.requests_max = requests_max
+        self.unknown = 0
+        self.dropped = 0
+        self.output_tokens_mean = OUTPUT_TOKENS_PRIOR
+        self._accounts: dict[WorkerKey, WorkerAccount] = {}
+        self._requests: dict[str, _Request] = {}
+        self._arrivals = 0.0
+        self._work_seconds = 0.0
+        self._decayed_at = 0.0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __repr__(self) -> str:
+        return f"InflightAccounting({len(self)} in flight, {list(self._accounts.values())})"
+
+    def account(self, worker: str, rank: int = 0) -> WorkerAccount:
+        """The worker's live record, made on first use. The same object until `remove_worker`."""
+        key = (worker, rank)
+        account = self._accounts.get(key)
+        if account is None:
+            account = self._accounts[key] = WorkerAccount(worker, rank)
+        return account
+
+    def accounts(self) -> list[WorkerAccount]:
+        return list(self._accounts.values())
+
+    def remove_worker(self, worker: str, rank: int = 0) -> None:
+        """Forget the worker. Its requests still in flight finish against the old record, which nobody reads."""
+        self._accounts.pop((worker, rank), None)
+
+    def dispatch(
+        self,
+        request_id: str,
+        worker: str,
+        rank: int,
+        now: float,
+        prompt_tokens: int,
+        prefill_seconds: float,
+        output_tokens_max: int = 0,
+        prior_seconds: float | None = None,
+    ) -> None:
+        """A request has been given to a worker. An id already in flight (a retry) ends its earlier attempt first.
+
+        `prefill_seconds` is its predicted prefill there (`policies.pricing.prefill_seconds`); `prior_seconds` what the
+        prior says if the match holds (`PrefillModel.prior_seconds`): without it nothing is learned from the request.
+        """
+        requests = self._requests
+        if request_id in requests:
+            self._retire(requests.pop(request_id))
+        elif len(requests) >= self.requests_max:
+            self.dropped += 1
+            self._retire(requests.pop(next(iter(requests))))
+        account = self.account(worker, rank)
+        request = _Request(account, prompt_tokens, prefill_seconds, output_tokens_max, prior_seconds)
+        requests[request_id] = request
+        account._dispatch(request, now)
+        self._decay(now)
+        self._arrivals += 1.0
+        self._work_seconds += prefill_seconds
+
+    def first_token(self, request_id: str, now: float) -> PrefillSample | None:
+        """The first token of a request has arrived; later calls change nothing.
+
+        Returns what a finished stretch of work taught about the worker's speed, for `FleetEstimates.observe_prefill`.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            self.unknown += 1
+            return None
+        if not request.waiting:
+            return None
+        # No call per token: a decoding request is taken to be half-way through the output that is usual here.
+        output = self.output_tokens_mean
+        if 0 < request.output_tokens_max < output:
+            output = request.output_tokens_max
+        request.context_tokens = request.prompt_tokens + int(output / 2)
+        return request.account._first_token(request, now)
+
+    def finish(self, request_id: str, now: float, output_tokens: int = 0) -> None:
+        """A request has ended, however it ended. `output_tokens`, when known, teaches how long outputs are."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            self.unknown += 1
+            return
+        self._retire(request)
+        if output_tokens:
+            self.output_tokens_mean += _OUTPUT_WEIGHT * (output_tokens - self.output_tokens_mean)
+
+    def rates(self, now: float, worker_count: int) -> FleetRates:
+        """Arrivals and dispatched work per worker and second: sums that decay with tau, divided by tau.
+
+        For the first tau seconds of a gateway they read low, as if the fleet had been idle before: it had.
+        """
+        self._decay(now)
+        if worker_count < 1:
+            return FleetRates(tau_seconds=self.tau_seconds)
+        arrivals = self._arrivals / worker_count
+        return FleetRates(
+            arrivals / self.tau_seconds,
+            self._work_seconds / (worker_count * self.tau_seconds),
+            arrivals,
+            self.tau_seconds,
+        )
+
+    def _retire(self, request: _Request) -> None:
+        request.account._finish(request)
+
+    def _decay(self, now: float) -> None:
+        elapsed = now - self._decayed_at
+        if elapsed <= 0:
+            return
+        self._decayed_at = now
+        if self._arrivals:
+            factor = exp(-elapsed / self.tau_seconds)
+            self._arrivals *= factor
+            self._work_seconds *= factor

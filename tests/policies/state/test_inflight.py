@@ -1,0 +1,260 @@
+from math import exp
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies.state.inflight import InflightAccounting, PrefillSample
+
+
+@pytest.fixture
+def inflight():
+    return InflightAccounting()
+
+
+def send(inflight, request_id, now=0.0, seconds=1.0, worker="w", tokens=100, prior=None):
+    inflight.dispatch(request_id, worker, 0, now, tokens, seconds, 0, prior)
+
+
+def test_a_request_from_dispatch_to_finish(inflight):
+    inflight.dispatch("r", "w", 1, 0.0, 1000, 0.5, 100)
+    account = inflight.account("w", 1)
+    assert repr(account) == "WorkerAccount(w/1: inflight=1 waiting=1 outstanding=0.500s tokens=1000 context=0)"
+    inflight.first_token("r", 0.5)
+    assert repr(account) == "WorkerAccount(w/1: inflight=1 waiting=0 outstanding=0.000s tokens=1000 context=1050)"
+    inflight.first_token("r", 0.6)
+    inflight.finish("r", 2.0, 80)
+    assert repr(account) == "WorkerAccount(w/1: inflight=0 waiting=0 outstanding=0.000s tokens=0 context=0)"
+    assert (inflight.unknown, inflight.dropped, len(inflight)) == (0, 0, 0)
+    assert account.dispatched == 1
+
+
+def test_ranks_are_separate_accounts(inflight):
+    inflight.dispatch("r", "w", 1, 0.0, 10, 0.1)
+    assert (inflight.account("w", 0).inflight, inflight.account("w", 1).inflight) == (0, 1)
+
+
+class TestWait:
+    def test_idle_is_no_wait(self, inflight):
+        assert inflight.account("w").wait_seconds(5.0) == 0.0
+
+    def test_falls_with_the_clock(self, inflight):
+        send(inflight, "a", 0.0, 2.0)
+        send(inflight, "b", 0.5, 1.0)
+        account = inflight.account("w")
+        assert account.wait_seconds(0.5) == pytest.approx(2.5)
+        assert account.wait_seconds(1.5) == pytest.approx(1.5)
+
+    def test_a_stalled_engine_keeps_its_backlog(self, inflight):
+        """No first token for 100 s: all but the oldest request must still be computed."""
+        send(inflight, "a", 0.0, 2.0)
+        send(inflight, "b", 0.0, 1.0)
+        send(inflight, "c", 0.0, 1.5)
+        account = inflight.account("w")
+        assert account.wait_seconds(100.0) == pytest.approx(2.5)
+        inflight.first_token("a", 100.0)
+        assert account.wait_seconds(100.0) == pytest.approx(1.5)
+
+    def test_an_early_first_token_shortens_it(self, inflight):
+        send(inflight, "a", 0.0, 10.0)
+        send(inflight, "b", 0.0, 1.0)
+        inflight.first_token("a", 0.1)
+        assert inflight.account("w").wait_seconds(0.1) == pytest.approx(1.0)
+
+    def test_a_cancelled_request_leaves_the_queue(self, inflight):
+        send(inflight, "a", 0.0, 10.0)
+        send(inflight, "b", 0.0, 1.0)
+        inflight.finish("a", 0.1)
+        assert inflight.account("w").wait_seconds(0.1) == pytest.approx(1.0)
+        inflight.finish("b", 0.1)
+        assert inflight.account("w").wait_seconds(0.1) == 0.0
+
+    def test_first_tokens_out_of_order(self, inflight):
+        for name in "abc":
+            send(inflight, name, 0.0, 1.0)
+        inflight.first_token("b", 0.5)
+        assert inflight.account("w").wait_seconds(50.0) == pytest.approx(1.0)
+        inflight.first_token("a", 51.0)
+        assert inflight.account("w").wait_seconds(51.0) == pytest.approx(0.0)
+
+
+class TestRates:
+    def test_steady_arrivals_match_the_closed_form(self, inflight):
+        """2 a second, .25 s each, on 4 workers: a geometric sum, near lam = .5 and rho = .125."""
+        for number in range(600):
+            send(inflight, f"r{number}", number * 0.5, 0.25)
+        rates = inflight.rates(299.5, 4)
+        total = (1 - exp(-600 * 0.5 / 30)) / (1 - exp(-0.5 / 30))
+        assert rates.arrivals_in_window == pytest.approx(total / 4)
+        assert rates.arrivals_per_second == pytest.approx(total / 4 / 30)
+        assert rates.utilisation == pytest.approx(total * 0.25 / 4 / 30)
+        assert rates.arrivals_per_second == pytest.approx(0.5, rel=0.02)
+        assert rates.utilisation == pytest.approx(0.125, rel=0.02)
+        assert rates.tau_seconds == 30.0
+
+    def test_decay_with_tau_alone(self, inflight):
+        send(inflight, "r", 0.0, 3.0)
+        assert inflight.rates(30.0, 1).utilisation == pytest.approx(3.0 / 30 * exp(-1))
+        assert inflight.rates(90.0, 1).arrivals_in_window == pytest.approx(exp(-3))
+
+    def test_asking_often_changes_nothing(self, inflight):
+        send(inflight, "r", 0.0)
+        for tick in range(1000):
+            inflight.rates(tick * 0.03, 1)
+        assert inflight.rates(30.0, 1).arrivals_in_window == pytest.approx(exp(-1))
+
+    def test_no_workers_no_rates(self, inflight):
+        send(inflight, "r", 0.0)
+        assert inflight.rates(1.0, 0)[:3] == (0.0, 0.0, 0.0)
+
+    def test_a_clock_that_steps_back_is_harmless(self, inflight):
+        send(inflight, "a", 10.0)
+        send(inflight, "b", 9.0)
+        assert inflight.rates(10.0, 1).arrivals_in_window == pytest.approx(2.0)
+
+
+class TestRobustness:
+    def test_unknown_ids_are_counted_and_ignored(self, inflight):
+        inflight.first_token("nobody", 0.0)
+        inflight.finish("nobody", 0.0)
+        send(inflight, "r")
+        inflight.finish("r", 1.0)
+        inflight.finish("r", 1.0)
+        assert inflight.unknown == 3
+        assert inflight.account("w").inflight == 0
+
+    def test_a_retry_moves_the_request(self, inflight):
+        send(inflight, "r", worker="a")
+        inflight.first_token("r", 0.5)
+        send(inflight, "r", 1.0, worker="b")
+        assert [(each.name, each.inflight, each.waiting) for each in inflight.accounts()] == [("a", 0, 0), ("b", 1, 1)]
+        inflight.finish("r", 2.0)
+        assert [each.inflight for each in inflight.accounts()] == [0, 0]
+        assert inflight.unknown == 0
+
+    def test_bounded(self):
+        inflight = InflightAccounting(requests_max=10)
+        for number in range(25):
+            send(inflight, f"r{number}")
+        assert (len(inflight), inflight.dropped, inflight.account("w").inflight) == (10, 15, 10)
+        inflight.finish("r0", 1.0)
+        assert inflight.unknown == 1
+
+    def test_a_removed_worker_starts_from_nothing(self, inflight):
+        send(inflight, "old")
+        inflight.remove_worker("w")
+        send(inflight, "new")
+        inflight.first_token("old", 1.0)
+        inflight.finish("old", 1.0)
+        assert (inflight.account("w").inflight, inflight.account("w").waiting) == (1, 1)
+        assert inflight.unknown == 0
+
+    def test_a_long_queue_drains_in_order_without_rescanning(self, inflight):
+        for number in range(20_000):
+            send(inflight, f"r{number}", 0.0, 0.001)
+        for number in range(20_000):
+            inflight.first_token(f"r{number}", 1.0)
+        assert inflight.account("w").waiting == 0
+        assert inflight.account("w").outstanding_prefill_seconds == 0.0
+
+    @pytest.mark.parametrize("arguments", [{"tau_seconds": 0.0}, {"requests_max": 0}])
+    def test_refuses_nonsense(self, arguments):
+        with pytest.raises(ValueError, match="must be positive"):
+            InflightAccounting(**arguments)
+
+
+def test_output_length_is_learned_and_capped_by_what_the_client_allows(inflight):
+    for number in range(200):
+        send(inflight, f"r{number}")
+        inflight.finish(f"r{number}", 1.0, 1000)
+    assert inflight.output_tokens_mean == pytest.approx(1000, rel=0.01)
+    send(inflight, "free", tokens=50)
+    inflight.first_token("free", 1.0)
+    assert inflight.account("w").running_context_tokens == 50 + 499
+    inflight.dispatch("short", "v", 0, 1.0, 50, 0.1, 20)
+    inflight.first_token("short", 1.0)
+    assert inflight.account("v").running_context_tokens == 60
+
+
+class TestPrefillSamples:
+    def test_a_lone_request(self, inflight):
+        send(inflight, "r", 10.0, prior=0.4)
+        assert inflight.first_token("r", 11.5) == PrefillSample("w", 0, 1, 0.4, 1.5)
+
+    def test_a_batch_is_one_stretch(self, inflight):
+        """Four prompts share a step: the first one's first token alone would look four times too slow."""
+        for name in "abcd":
+            send(inflight, name, 1.0, prior=0.5)
+        samples = [inflight.first_token(name, 3.0) for name in "abcd"]
+        assert samples == [None, None, None, PrefillSample("w", 0, 4, 2.0, 2.0)]
+
+    def test_idle_time_is_not_work(self, inflight):
+        send(inflight, "a", 0.0, prior=1.0)
+        inflight.first_token("a", 1.0)
+        send(inflight, "b", 60.0, prior=1.0)
+        assert inflight.first_token("b", 61.0) == PrefillSample("w", 0, 1, 1.0, 1.0)
+
+    def test_a_queue_that_never_empties_is_cut_between_steps(self, inflight):
+        for number in range(30):
+            send(inflight, f"r{number}", 0.0, 1.0, prior=1.0)
+        samples = [inflight.first_token(f"r{number}", 2.0 * (number + 1)) for number in range(30)]
+        seen = [sample for sample in samples if sample]
+        assert [(sample.requests, sample.prior_seconds, sample.observed_seconds) for sample in seen] == [
+            (8, 8.0, 16.0),
+            (8, 8.0, 16.0),
+            (8, 8.0, 16.0),
+            (6, 6.0, 12.0),
+        ]
+
+    def test_abandoned_work_spoils_its_stretch_only(self, inflight):
+        for name in "abc":
+            send(inflight, name, 0.0, prior=1.0)
+        inflight.finish("a", 0.7)
+        assert inflight.first_token("b", 1.75) is None
+        assert inflight.first_token("c", 2.75) == PrefillSample("w", 0, 1, 1.0, 1.0)
+
+    def test_without_a_prior_nothing_is_learned(self, inflight):
+        send(inflight, "r")
+        assert inflight.first_token("r", 1.0) is None
+
+
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["dispatch", "first_token", "finish", "remove"]),
+        st.integers(0, 7),
+        st.sampled_from("abc"),
+        st.floats(0, 5),
+        st.integers(0, 10_000),
+    ),
+    max_size=80,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(OPERATIONS)
+def test_accounts_balance(operations):
+    inflight, now, seen = InflightAccounting(requests_max=6), 0.0, []
+    for action, number, worker, number_of, tokens in operations:
+        now += number_of / 3
+        if action == "dispatch":
+            inflight.dispatch(f"r{number}", worker, 0, now, tokens, number_of)
+        elif action == "first_token":
+            inflight.first_token(f"r{number}", now)
+        elif action == "finish":
+            inflight.finish(f"r{number}", now, tokens)
+        else:
+            inflight.remove_worker(worker)
+        seen.extend(account for account in inflight.accounts() if account not in seen)
+        assert sum(account.inflight for account in seen) == len(inflight) <= 6
+        for account in seen:
+            assert 0 <= account.waiting <= account.inflight
+            assert 0 <= account.wait_seconds(now) <= account.outstanding_prefill_seconds + 1e-9
+            assert account.running_context_tokens >= 0
+    for number in range(8):
+        inflight.finish(f"r{number}", now)
+    for account in seen:
+        assert repr(account).endswith("inflight=0 waiting=0 outstanding=0.000s tokens=0 context=0)")
+        assert account.outstanding_prefill_seconds == 0.0
+        assert account.wait_seconds(now) == 0.0
+    rates = inflight.rates(now + 30 * 50, 3)
+    assert rates.utilisation < 1e-12
