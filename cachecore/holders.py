@@ -20,6 +20,8 @@ class Tier(IntEnum):
     L2 = 2
     """A pool that every worker can read."""
 
+    __hash__ = int.__hash__  # Enum's own is a Python function; places are hashed 64 at a time in a match
+
 
 # Tuples, not dataclasses: holders are dictionary keys on the hot path and a tuple hashes and compares in C.
 class Worker(NamedTuple):

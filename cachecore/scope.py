@@ -18,6 +18,7 @@ import base64
 import hashlib
 import hmac
 import json
+import os
 import re
 import secrets
 from collections.abc import Mapping
@@ -52,6 +53,8 @@ class Fidelity(IntEnum):
     QUANTIZED = 1
     ROTATED = 2
     FUSED = 3
+
+    __hash__ = int.__hash__  # as for Tier: Enum's own is a Python function
 
 
 class SaltError(ValueError):
@@ -149,15 +152,16 @@ class Keyring:
             raise ValueError(f"keyring {path}: {error}") from error
 
     def save(self, path: Path) -> None:
-        """Write the file readable by its owner alone."""
+        """Write the file readable by its owner alone; a file that is there is replaced whole or not at all."""
         path.parent.mkdir(parents=True, exist_ok=True)
         document = {
             "current": self.current_epoch,
             "secrets": {str(epoch): secret.hex() for epoch, secret in self.secrets_by_epoch.items()},
         }
-        path.touch(mode=0o600)
-        path.chmod(0o600)
-        path.write_text(json.dumps(document))
+        draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump(document, file)
+        draft.replace(path)
 
     def rotate(self) -> "Keyring":
         """A keyring with one more epoch, which becomes the current one."""

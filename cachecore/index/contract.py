@@ -6,6 +6,8 @@ The rules:
   the last one applied changes nothing. Several gateways can then hand the same stream to one index.
 * **Counts.** Engines keep several physical copies of a block and announce each: a block is held until it has been
   removed as often as it was stored. Removing what was never stored is counted and otherwise ignored.
+* **Nonsense is dropped alone.** A store that repeats a block, holds its own parent, or is no whole number of names is
+  counted (`extra["malformed_events"]`) and otherwise ignored, and so is a removal that is no whole number of names.
 * **Matches are exact.** A depth is the number of LEADING blocks of the query that the place holds, each one confirmed.
   Mid-chain evictions leave holes; a match ends at the first hole of that holder.
 * **Bounds shorten, never lie.** When a bounded index must forget, it forgets holdings (least recently matched first):
@@ -54,11 +56,11 @@ IndexEvent = Stored | Removed | Cleared
 
 
 class Match(NamedTuple):
-    """How deep each place can serve a query.
+    """How deep each place can serve a query of `blocks` blocks.
 
     `depths[place]` counts leading blocks that the holder has in that tier or a nearer one, at that fidelity or a
-    better one; places that hold nothing are absent. A holder with blocks 0-9 in L0 and 0-19 in L1 has
-    `{L0: 10, L1: 20}`.
+    better one. A holder with blocks 0-9 in L0 and 0-19 in L1 has `{L0: 10, L1: 20}`. A place is listed if at least
+    one of the blocks counted for it lies in that very place, so no depth is 0.
     """
 
     blocks: int

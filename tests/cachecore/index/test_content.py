@@ -1,0 +1,98 @@
+"""The content index in memory, alone and beside a list that is searched from its end."""
+
+import random
+
+import pytest
+
+from cachecore.blocks import ContentHash, PrefixHash
+from cachecore.holders import Place, Tier
+from cachecore.index.content import MemoryContentIndex
+from cachecore.index.contract import ContentHolding
+from tests.cachecore.index.histories import worker
+
+A, B = worker("a"), worker("b")
+A0, A1, B0 = Place(A, Tier.L0), Place(A, Tier.L1), Place(B, Tier.L0)
+TEXT, OTHER = ContentHash(b"t" * 16), ContentHash(b"o" * 16)
+
+
+def source(number: int) -> PrefixHash:
+    return PrefixHash(number.to_bytes(16, "little"))
+
+
+@pytest.fixture
+def index() -> MemoryContentIndex:
+    return MemoryContentIndex()
+
+
+def test_one_text_many_kvs_latest_first(index: MemoryContentIndex) -> None:
+    holdings = [ContentHolding(place, source(number), number) for number, place in enumerate((A0, B0, A1))]
+    for holding in holdings:
+        index.add(TEXT, holding)
+    index.add(OTHER, ContentHolding(A0, source(9), 0))
+    assert index.find(TEXT) == holdings[::-1]
+    assert index.find(TEXT, limit=2) == [holdings[2], holdings[1]]
+    assert index.find(TEXT, limit=0) == []
+    assert index.find(ContentHash(bytes(16))) == []
+    assert len(index) == 4
+
+
+def test_adding_again_moves_to_the_front(index: MemoryContentIndex) -> None:
+    first, second = ContentHolding(A0, source(1), 4), ContentHolding(B0, source(1), 4)
+    for holding in (first, second, first):
+        index.add(TEXT, holding)
+    assert index.find(TEXT) == [first, second]
+
+
+def test_removal_concerns_one_place_and_one_source(index: MemoryContentIndex) -> None:
+    kept = [ContentHolding(A1, source(1), 0), ContentHolding(A0, source(2), 3)]
+    for holding in (*kept, ContentHolding(A0, source(1), 0)):
+        index.add(TEXT, holding)
+    index.remove(A0, source(1))
+    index.remove(B0, source(1))
+    assert index.find(TEXT) == kept[::-1]
+
+
+def test_the_forgotten_are_gone_at_once_and_may_come_back(index: MemoryContentIndex) -> None:
+    theirs = ContentHolding(B0, source(500), 0)
+    index.add(TEXT, theirs)
+    for number in range(300):
+        index.add(TEXT, ContentHolding(A0, source(number), number))
+    index.forget(A)
+    assert index.find(TEXT) == [theirs]
+    again = ContentHolding(A0, source(7), 7)
+    index.add(TEXT, again)
+    for _ in range(10):
+        index.remove(B0, source(501))
+        assert index.find(TEXT) == [again, theirs]
+    assert len(index._contents) == 2
+
+
+def test_a_bound_forgets_the_oldest() -> None:
+    index = MemoryContentIndex(holdings_max=3)
+    holdings = [ContentHolding(A0, source(number), number) for number in range(5)]
+    for holding in holdings:
+        index.add(TEXT, holding)
+    assert index.find(TEXT) == holdings[:1:-1]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_beside_a_plain_list(seed: int) -> None:
+    rng, index = random.Random(seed), MemoryContentIndex()
+    plain: list[tuple[ContentHash, ContentHolding]] = []
+    texts = [ContentHash(bytes([number]) * 16) for number in range(4)]
+    for _ in range(600):
+        place, name = rng.choice((A0, A1, B0)), source(rng.randrange(30))
+        kind = rng.random()
+        if kind < 0.6:
+            text, holding = texts[name[0] % 4], ContentHolding(place, name, name[0])
+            plain = [(t, h) for t, h in plain if (h.place, h.source) != (place, name)] + [(text, holding)]
+            index.add(text, holding)
+        elif kind < 0.98:
+            plain = [(t, h) for t, h in plain if (h.place, h.source) != (place, name)]
+            index.remove(place, name)
+        else:
+            plain = [(t, h) for t, h in plain if h.place.holder != place.holder]
+            index.forget(place.holder)
+        for text in texts:
+            assert index.find(text) == [h for t, h in reversed(plain) if t == text][:8]
+        assert len(index) == len(plain)
