@@ -30,6 +30,7 @@ from gateway.views.metrics import GatewayMetrics
 from gateway.views.receipts import Receipts
 from policies import create as create_policy
 from policies.contract import Decision, Policy, Query, Receipt, Snapshot
+from policies.pricing import prefill_seconds
 
 logger = logging.getLogger("ropeway.pipeline")
 
@@ -56,10 +57,10 @@ class Choice(NamedTuple):
     """A decision together with what it was made from."""
 
     worker: WorkerRecord
+    query: Query
     decision: Decision
     snapshot: Snapshot
     policy: str
-    started_at: float
     decision_us: float
 
 
@@ -129,7 +130,7 @@ class Pipeline:
         matched = self._match(pool, request, named)
         matched = await matched if isinstance(matched, Awaitable) else matched
         choice = self._choose(request, pool, named, matched, ())
-        return self._receipt(request, pool, named, choice)
+        return self._receipt(request, pool, choice)
 
     # Stages
 
@@ -179,7 +180,7 @@ class Pipeline:
         query = Query(named.token_count, request.output_tokens_max, request.session, request.priority)
         decision = policy.decide(query, snapshot, self._random)
         worker = self.fleet.workers[decision.worker.name]
-        return Choice(worker, decision, snapshot, policy.name, now, (time.perf_counter() - started) * 1e6)
+        return Choice(worker, query, decision, snapshot, policy.name, (time.perf_counter() - started) * 1e6)
 
     def _policy_of(self, request: Request) -> Policy:
         name = request.policy
@@ -200,13 +201,13 @@ class Pipeline:
         journey.decide()
         return journey
 
-    def _receipt(self, request: Request, pool: ModelPool, named: NamedPrompt, choice: Choice) -> Receipt:
+    def _receipt(self, request: Request, pool: ModelPool, choice: Choice) -> Receipt:
         snapshot = choice.snapshot
         return Receipt(
             request.id,
             request.model,
             choice.policy,
-            Query(named.token_count, request.output_tokens_max, request.session, request.priority),
+            choice.query,
             pool.block_size_tokens,
             choice.decision,
             snapshot.workers,
@@ -252,24 +253,26 @@ class Journey:
         """Choose a worker, count the request there, and prepare what to send. Raises NoWorker."""
         pipeline, request, named = self._pipeline, self._request, self._named
         choice = pipeline._choose(request, self._pool, named, self._match, self._excluded)
-        view = choice.decision.worker
+        view, now = choice.decision.worker, choice.snapshot.now
         self._worker = worker = choice.worker
-        self._started_at = choice.started_at
-        self._receipt = pipeline._receipt(request, self._pool, named, choice)
-        key = (view.name, view.rank)
+        self._started_at = now
+        self._receipt = pipeline._receipt(request, self._pool, choice)
         knowledge = pipeline.knowledge
-        uncached = max(named.token_count - view.matched_tokens, 0)
+        uncached = named.token_count - view.matched_tokens
         knowledge.accounting.dispatch(
             request.upstream_id,
             view.name,
             view.rank,
-            choice.started_at,
+            now,
             named.token_count,
-            view.prefill.prefill_seconds(uncached, view.matched_tokens),
+            prefill_seconds(choice.query, view),
             request.output_tokens_max,
+            view.prefill.prior_seconds(uncached, view.matched_tokens, view.load.running_context_tokens),
+            in_one_piece=not request.streams,
         )
         if named.chain and worker.parity is not Parity.FAILED:
-            knowledge.predictions.predict(request.upstream_id, key, named.chain, choice.started_at)
+            key = (view.name, view.rank)
+            knowledge.predictions.predict(request.upstream_id, key, named.chain, now)
             if not worker.events_trusted or choice.policy == "prefix-aware":
                 knowledge.history.record(key, named.chain)
         worker.requests += 1
@@ -302,6 +305,9 @@ class Journey:
     def first_byte(self) -> None:
         pipeline = self._pipeline
         now = self._first_byte_at = pipeline.clock()
+        if not self._request.streams:
+            # The first byte of an answer in one piece is its last token's: it says nothing of the first.
+            return
         sample = pipeline.knowledge.accounting.first_token(self._request.upstream_id, now)
         if sample is not None:
             pipeline.knowledge.estimates.observe_prefill(sample)

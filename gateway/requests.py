@@ -17,7 +17,7 @@ from gateway.tenants import Tenant
 
 SESSION_CHARACTERS_MAX = 256
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}").fullmatch
-_MULTIPART_MODEL = re.compile(rb'name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{1,512})\r\n')
+_MULTIPART_MODEL = re.compile(rb'[; ]name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{1,512})\r\n')
 
 # Routes under /v1/ that change a worker rather than ask it something; `/v1/models` the gateway answers itself.
 _NOT_PASSED_ON = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/models"})
@@ -37,6 +37,9 @@ class Kind(Enum):
         if method == "POST" and path in _NAMED:
             return _NAMED[path]
         if not path.startswith("/v1/") or path in _NOT_PASSED_ON or path.startswith("/v1/models/") or path in _NAMED:
+            return None
+        if "/." in path and not {".", ".."}.isdisjoint(path.split("/")):
+            # Whoever resolves it would arrive elsewhere.
             return None
         return Kind.OTHER if method in ("POST", "GET", "DELETE") else None
 
@@ -73,6 +76,7 @@ class Request:
     priority: int = 0
     output_tokens_max: int = 0
     prompts_count: int = 1
+    streams: bool = False
     skips_cache: bool = False
     """Engines do not read their prefix cache for it (prompt logprobs are asked for)."""
 
@@ -133,14 +137,14 @@ def _read_keys(request: Request, body: Body, models: ServedModels) -> None:
             raise BadRequest("you must provide a model parameter", param="model")
         model = models.only_model()
     request.model = model
-    body.flag("stream")
+    request.streams = body.flag("stream")
     request.client_salt = body.text("cache_salt") or ""
     request.priority = body.number("priority")
     request.output_tokens_max = body.number("max_completion_tokens") or body.number("max_tokens")
     user = body.get("user")
     if isinstance(user, str):
         request.session = user[:SESSION_CHARACTERS_MAX]
-    echoes_logprobs = request.kind is Kind.COMPLETION and body.get("echo") is True and body.get("logprobs") is not None
+    echoes_logprobs = request.kind is Kind.COMPLETION and bool(body.get("echo")) and body.get("logprobs") is not None
     # A count of 0 asks for them too.
     request.skips_cache = echoes_logprobs or body.get("prompt_logprobs") is not None
 
@@ -159,8 +163,9 @@ def _client_request_id(value: bytes | None) -> str:
 
 
 def _read_body(inbound: Inbound, kind: Kind, content_type: bytes) -> Body | None:
-    if kind is Kind.OTHER and (not inbound.body or not content_type.startswith(b"application/json")):
+    if kind is Kind.OTHER and (not inbound.body or _is_form(content_type)):
         return None
+    # Whatever it is labelled, a worker may read it as JSON: unread, it would carry keys past us that are ours to set.
     if not inbound.body:
         raise BadRequest("The request has no body.")
     return Body(inbound.body)
@@ -168,7 +173,11 @@ def _read_body(inbound: Inbound, kind: Kind, content_type: bytes) -> Body | None
 
 def _model_of_form(data: bytes, content_type: bytes) -> str:
     """The `model` part of a multipart form (audio, files)."""
-    if not content_type.startswith(b"multipart/form-data"):
+    if not _is_form(content_type):
         return ""
     match = _MULTIPART_MODEL.search(data)
     return match[1].decode("utf-8", "replace") if match else ""
+
+
+def _is_form(content_type: bytes) -> bool:
+    return content_type.lower().startswith(b"multipart/form-data")

@@ -69,7 +69,11 @@ class Gateway:
         timeouts, limits = config.timeouts, config.limits
         deadlines = Deadlines(timeouts.connect_seconds, timeouts.first_byte_seconds, timeouts.idle_seconds)
         edge_limits = EdgeLimits(
-            limits.body_bytes_max, limits.connections_max, timeouts.idle_seconds, timeouts.idle_seconds
+            limits.body_bytes_max,
+            limits.connections_max,
+            timeouts.idle_seconds,
+            timeouts.idle_seconds,
+            limits.header_bytes_max,
         )
         self.edge = Edge(self.pipeline, edge_limits, deadlines)
         self._admin_key = OperatorKey.load(config.admin.key_file)

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import orjson
 
 # The object nests one level (token details); its strings hold no braces.
+# Where a worker cut the object into two chunks.
+_CHUNK_SEAM = re.compile(rb"\r\n[0-9A-Fa-f]+(?:;[^\r\n]*)?\r\n")
 _USAGE = re.compile(rb'"usage"[ \t\r\n]*:[ \t\r\n]*(\{(?:[^{}]|\{[^{}]*\})*\})')
 
 
@@ -22,7 +24,7 @@ def read_usage(tail: bytes) -> Usage | None:
     while start >= 0:
         match = _USAGE.match(tail, start)
         if match is not None:
-            return _usage(match[1])
+            return _usage(match[1]) or _usage(_CHUNK_SEAM.sub(b"", match[1]))
         start = tail.rfind(b'"usage"', 0, start)
     return None
 
@@ -37,5 +39,5 @@ def _usage(raw: bytes) -> Usage | None:
             int(document.get("completion_tokens") or 0),
             int(cached) if cached is not None else None,
         )
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None

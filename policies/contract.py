@@ -8,7 +8,7 @@ logging; clock and random numbers are handed in. The gateway and the audit run t
 than the decision.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from random import Random
@@ -48,6 +48,10 @@ class WorkerLoad(Protocol):
 
 class PrefillEstimate(Protocol):
     """Predicts prefill time for one worker (`policies.estimates.PrefillModel`)."""
+
+    def prior_seconds(self, new_tokens: int, context_tokens: int, decoding_tokens: int = 0) -> float:
+        """What the uncalibrated prior says."""
+        ...
 
     def prefill_seconds(self, new_tokens: int, context_tokens: int, decoding_tokens: int = 0) -> float:
         """Seconds for `new_tokens` after `context_tokens` cached ones, while the worker decodes `decoding_tokens` of
@@ -107,10 +111,15 @@ class Decision:
     """Whom a policy chose and why: the numbers from which a `Receipt` is written."""
 
     worker: WorkerView
-    reason: str
+    explanation: str | Callable[[], str]
+    """Why, in words; a function where putting it into words costs more than deciding did."""
     predicted_ttft_ms: float | None = None
     costs: Sequence[float] = field(default_factory=tuple)
     """One for each worker of the snapshot, in its order; empty when the policy does not score. Smaller is better."""
+
+    @property
+    def reason(self) -> str:
+        return self.explanation if isinstance(self.explanation, str) else self.explanation()
 
 
 class Policy(Protocol):

@@ -8,7 +8,7 @@ which also replicates hot prefixes; near saturation work is dear and cached toke
 """
 
 from collections.abc import Sequence
-from math import inf
+from functools import partial
 from random import Random
 
 from policies.choice import fewest_requests, label, milliseconds, stickiest
@@ -42,11 +42,8 @@ class KvAware:
         costs = [wait + weight * work for wait, work in zip(waits, works, strict=True)]
         best = _pick(query, workers, costs, random)
         ttft = waits[best] + works[best]
-        reason = _start(query, workers[best], ttft)
-        if len(workers) > 1:
-            other = _runner_up(costs, best)
-            reason += f"; next best {label(workers[other])}: {milliseconds(waits[other] + works[other])}"
-        return Decision(workers[best], reason, ttft * 1e3, costs)
+        explain = partial(_explain, query, workers, costs, waits, works, best)
+        return Decision(workers[best], explain, ttft * 1e3, costs)
 
 
 def _pick(query: Query, workers: Sequence[WorkerView], costs: Sequence[float], random: Random) -> int:
@@ -63,13 +60,18 @@ def _pick(query: Query, workers: Sequence[WorkerView], costs: Sequence[float], r
     return equals[tied.index(chosen)]
 
 
-def _runner_up(costs: list[float], best: int) -> int:
-    cost, costs[best] = costs[best], inf
-    second = costs.index(min(costs))
-    costs[best] = cost
-    return second
-
-
-def _start(query: Query, view: WorkerView, seconds: float) -> str:
-    cached = _CACHED[view.evidence.value]
-    return f"{view.matched_tokens:,} of {query.prompt_tokens:,} tokens {cached}, starts in {milliseconds(seconds)}"
+def _explain(
+    query: Query,
+    workers: Sequence[WorkerView],
+    costs: Sequence[float],
+    waits: Sequence[float],
+    works: Sequence[float],
+    best: int,
+) -> str:
+    view = workers[best]
+    cached, starts = _CACHED[view.evidence.value], milliseconds(waits[best] + works[best])
+    reason = f"{view.matched_tokens:,} of {query.prompt_tokens:,} tokens {cached}, starts in {starts}"
+    if len(workers) == 1:
+        return reason
+    other = min((index for index in range(len(workers)) if index != best), key=costs.__getitem__)
+    return f"{reason}; next best {label(workers[other])}: {milliseconds(waits[other] + works[other])}"

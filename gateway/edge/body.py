@@ -36,6 +36,7 @@ CONTROL_KEYS = frozenset(
         "max_tokens",
         "max_completion_tokens",
         "echo",
+        "logprobs",
         "prompt_logprobs",
         "n",
         "tools",
@@ -52,8 +53,8 @@ _decode_top_level = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 # Numbers are skipped, not read: an integer of a million digits must cost nothing.
 _scan_value = json.JSONDecoder(parse_int=str, parse_float=str).raw_decode
 _text_space = re.compile(r"[ \t\r\n]*").match
-_skip_space = re.compile(rb"[ \t\r\n]*").match
-_COLON = re.compile(rb"[ \t\r\n]*:[ \t\r\n]*").match
+_next_key = re.compile(rb'[ \t\r\n]*"([^"\\]*)"[ \t\r\n]*:[ \t\r\n]*').match
+_next_mark = re.compile(rb"[ \t\r\n]*([,}])").match
 
 Span = tuple[int, int, int]
 """(start of the key, start of the value, end of the value), in bytes of the body."""
@@ -67,13 +68,16 @@ class Body:
     def __init__(self, data: bytes) -> None:
         self.data = data
         try:
+            if not data.isascii():
+                # The decoder checks no string that it does not read; every engine will.
+                data.decode()
             self._raw = _decode_top_level(data)
+            spans = _plain_spans(data, self._raw)
+            self._spans = spans if spans is not None else _odd_spans(data, self._raw)
         except (msgspec.DecodeError, RecursionError) as error:
             raise BadRequest(f"The request body is not a valid JSON object: {error}.") from None
         except UnicodeDecodeError:
             raise BadRequest("The request body is not valid UTF-8.") from None
-        spans = _plain_spans(data, self._raw)
-        self._spans = spans if spans is not None else _odd_spans(data, self._raw)
 
     def __contains__(self, key: str) -> bool:
         return key in self._raw
@@ -153,28 +157,25 @@ def _apply(data: bytes, edits: list[tuple[int, int, bytes]]) -> list[bytes]:
 def _plain_spans(data: bytes, raw: Mapping[str, msgspec.Raw]) -> dict[str, Span] | None:
     """Spans of a body whose keys occur once and are spelled plainly; None for any other."""
     spans: dict[str, Span] = {}
-    position = _skip_space(data, 0).end() + 1  # type: ignore[union-attr]
-    last = len(raw) - 1
-    for number, (key, value) in enumerate(raw.items()):
-        position = _skip_space(data, position).end()  # type: ignore[union-attr]
-        spelled = b'"%b"' % key.encode()
-        if not data.startswith(spelled, position):
+    position = data.index(b"{") + 1
+    remaining = len(raw)
+    for key, value in raw.items():
+        match = _next_key(data, position)
+        if match is None or match[1] != key.encode():
             return None
-        colon = _COLON(data, position + len(spelled))
-        if colon is None:
-            return None
-        start = colon.end()
+        start = match.end()
         view = memoryview(value)
         end = start + len(view)
         # The last value of a repeated key is kept at the first one's place: compare, do not assume. Where lengths
         # differ the comma check fails; where they agree but bytes do not, this does.
         if data[start:end] != view:
             return None
-        spans[key] = (position, start, end)
-        position = _skip_space(data, end).end()  # type: ignore[union-attr]
-        if data[position : position + 1] != (b"}" if number == last else b","):
+        spans[key] = (match.start(1) - 1, start, end)
+        after = _next_mark(data, end)
+        remaining -= 1
+        if after is None or after[1] != (b"," if remaining else b"}"):
             return None
-        position += 1
+        position = after.end()
     return spans
 
 

@@ -10,6 +10,7 @@ The rules of the file:
 """
 
 import asyncio
+import logging
 from enum import Enum
 from typing import Protocol
 
@@ -19,18 +20,22 @@ from gateway.edge.http1 import (
     CHUNKED,
     HOP_BY_HOP,
     UNTIL_CLOSE,
+    FramingError,
     Headers,
     ResponseHead,
-    dechunk,
     forwardable,
     status_line,
+    take_chunks,
 )
 from gateway.edge.upstream import UpstreamConnection, UpstreamPool
 from gateway.errors import InternalError, ServiceError, UpstreamFailed, UpstreamTimeout, UpstreamUnavailable
 
+logger = logging.getLogger("ropeway.edge")
+
 ATTEMPTS_MAX = 3
 _TAIL_BYTES = 4096
 _LAST_CHUNK = b"0\r\n\r\n"
+_COMMENT = b":\n\n"
 # As it stands on the wire: bare where we chunk the body ourselves, before a chunk's line end where the worker does.
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\n\n\r\n", b"\r\n\r\n\r\n")
 
@@ -80,10 +85,18 @@ class Client(Protocol):
 
     http10: bool
 
+    @property
+    def connection_header(self) -> bytes:
+        """The header line that says whether the connection stays open; empty where that goes without saying."""
+        ...
+
     def write(self, data: bytes) -> None: ...
     def answer_complete(self, keep_alive: bool) -> None: ...
     def answer_error(self, error: ServiceError) -> None: ...
-    def abort(self) -> None: ...
+
+    def abort(self, reset: bool) -> None:
+        """Close without ending the body. `reset`: where the end of the connection would be taken for the body's."""
+        ...
 
 
 class Exchange:
@@ -102,9 +115,10 @@ class Exchange:
         "_listener",
         "_paused",
         "_previous_chunk",
+        "_probed_bytes",
         "_rechunk",
         "_silent_since",
-        "_whole",
+        "_undelivered",
     )
 
     def __init__(self, client: Client, listener: Listener, deadlines: "Deadlines") -> None:
@@ -118,16 +132,17 @@ class Exchange:
         self._body_bytes = 0
         self._previous_chunk = self._last_chunk = b""
         self._rechunk = False
-        self._whole: list[bytes] | None = None
-        """The body so far, where it must be re-framed as a whole (chunked upstream, HTTP/1.0 client)."""
+        self._undelivered: bytes | None = None
+        """The incomplete chunk, where chunks must be unpacked (chunked upstream, HTTP/1.0 client)."""
+        self._probed_bytes = -1
         self._paused = False
         self._ended = False
         self._silent_since = 0.0
 
-    def start(self) -> None:
-        """Make an attempt."""
+    def start(self, fresh: bool = False) -> None:
+        """Make an attempt, on a new connection if `fresh`."""
         self._attempts += 1
-        connection = self._listener.attempt.connections.acquire()
+        connection = None if fresh else self._listener.attempt.connections.acquire()
         if connection is not None:
             self._send(connection)
         else:
@@ -137,6 +152,8 @@ class Exchange:
         self._connection = connection
         self._silent_since = self._deadlines.now
         connection.send(self, self._listener.attempt.request_parts)
+        if self._paused:
+            connection.pause()
 
     async def _connect(self) -> None:
         try:
@@ -145,6 +162,11 @@ class Exchange:
             self._connecting = None
             kind = "timed out" if isinstance(error, TimeoutError) else "refused"
             self._failed_before_answer(f"connection {kind}", elsewhere=True)
+            return
+        except Exception:
+            logger.exception("cannot connect to a worker")
+            self._connecting = None
+            self._refuse(InternalError())
             return
         self._connecting = None
         if self._ended:
@@ -159,35 +181,42 @@ class Exchange:
         lines = [status_line(head.status)]
         event_stream = False
         for name, value in forwardable(head.headers, _DROPPED_FROM_ANSWERS):
-            if name == b"content-type" and value.startswith(b"text/event-stream"):
+            if name == b"content-type" and value.lower().startswith(b"text/event-stream"):
                 event_stream = True
             lines += (name, b": ", value, b"\r\n")
         if event_stream:
             lines.append(_stream_headers(head.headers))
-        lines += (self._listener.attempt.answer_headers, self._framing(head.length), b"\r\n")
+        lines += (self._listener.attempt.answer_headers, self._framing(head), b"\r\n")
         self._client.write(b"".join(lines))
 
-    def _framing(self, length: int) -> bytes:
-        """The header that says where our answer's body ends."""
+    def _framing(self, head: ResponseHead) -> bytes:
+        """The headers that say where our answer's body ends, and whether the connection does."""
+        client, length = self._client, head.length
         if length >= 0:
-            return b"content-length: %d\r\n" % length
-        if self._client.http10:
-            self._whole = [] if length == CHUNKED else None
+            # These statuses have no body, and 204 must not state a length (RFC 9110 8.6).
+            stated = b"" if head.status in (204, 304) else b"content-length: %d\r\n" % length
+            return stated + client.connection_header
+        if client.http10:
+            self._undelivered = b"" if length == CHUNKED else None
             return b"connection: close\r\n"
         self._rechunk = length == UNTIL_CLOSE
-        return b"transfer-encoding: chunked\r\n"
+        return b"transfer-encoding: chunked\r\n" + client.connection_header
 
     def response_body(self, data: bytes, done: bool) -> None:
         if not self._body_bytes and data:
-            self._listener.first_byte()
+            self._report_first_byte()
         if done:
             # It may be serving another request already: what the client does from here on is not its concern.
             self._connection = None
         self._silent_since = self._deadlines.now
         self._body_bytes += len(data)
         self._previous_chunk, self._last_chunk = self._last_chunk, data
-        if self._rechunk or self._whole is not None:
-            self._write_reframed(data, done)
+        if self._rechunk or self._undelivered is not None:
+            try:
+                self._write_reframed(data, done)
+            except FramingError:
+                self._fail_midway(self._connection)
+                return
         elif data:
             self._client.write(data)
         if done:
@@ -198,10 +227,10 @@ class Exchange:
         return self._head.length if self._head is not None else 0
 
     def _write_reframed(self, data: bytes, done: bool) -> None:
-        if self._whole is not None:
-            self._whole.append(data)
-            if done:
-                self._client.write(dechunk(b"".join(self._whole)))
+        if self._undelivered is not None:
+            content, self._undelivered = take_chunks(self._undelivered + data)
+            if content:
+                self._client.write(content)
             return
         if data:
             self._client.write(b"%x\r\n%b\r\n" % (len(data), data))
@@ -211,7 +240,7 @@ class Exchange:
     def upstream_failed(self, reason: str, response_begun: bool, reused: bool) -> None:
         connection, self._connection = self._connection, None
         if self._head is not None:
-            self._broke_midway(reason, connection)
+            self._broke_midway(connection)
         elif response_begun:
             self._refuse(UpstreamFailed("The worker's answer was not valid HTTP."))
         else:
@@ -221,29 +250,49 @@ class Exchange:
     def _failed_before_answer(self, reason: str, elsewhere: bool) -> None:
         if self._ended:
             return
-        if self._attempts < ATTEMPTS_MAX and self._listener.retry(reason, elsewhere):
-            self.start()
+        try:
+            again = self._attempts < ATTEMPTS_MAX and self._listener.retry(reason, elsewhere)
+        except Exception:
+            logger.exception("cannot decide on another attempt")
+            self._refuse(InternalError())
+            return
+        if again:
+            # Where one kept-alive connection was stale, so may be its neighbours.
+            self.start(fresh=not elsewhere)
         else:
             self._refuse(UpstreamUnavailable("No worker could be reached for this request."))
 
-    def _broke_midway(self, reason: str, connection: UpstreamConnection | None) -> None:
-        between_chunks = self._rechunk or (connection is not None and connection.at_chunk_boundary)
-        if between_chunks and self._is_event_stream() and self._ends_event():
+    def _broke_midway(self, connection: UpstreamConnection | None) -> None:
+        told = self._event_may_follow(connection)
+        if told:
             message = "The worker broke off before the end of its answer."
             error = {"error": {"message": message, "type": "server_error", "param": None, "code": "upstream_failed"}}
-            event = b"data: %b\n\n" % orjson.dumps(error)
-            self._client.write(b"%x\r\n%b\r\n" % (len(event), event))
+            self._write_event(b"data: %b\n\n" % orjson.dumps(error))
         self._end(Ending.UPSTREAM_BROKE)
-        self._client.abort()
+        self._client.abort(reset=self._unframed and not told)
+
+    @property
+    def _unframed(self) -> bool:
+        """Whether the client takes the connection's end for the body's."""
+        return self._client.http10 and self._head_length() < 0
+
+    def _event_may_follow(self, connection: UpstreamConnection | None) -> bool:
+        """Whether the client stands between two events, so that one of ours would not be read as a part of theirs."""
+        between_chunks = self._rechunk or self._unframed or (connection is not None and connection.at_chunk_boundary)
+        return between_chunks and self._is_event_stream() and self._ends_event()
+
+    def _write_event(self, event: bytes) -> None:
+        self._client.write(event if self._unframed else b"%x\r\n%b\r\n" % (len(event), event))
 
     def _is_event_stream(self) -> bool:
         assert self._head is not None  # noqa: S101
         return any(
-            name == b"content-type" and value.startswith(b"text/event-stream") for name, value in self._head.headers
+            name == b"content-type" and value.lower().startswith(b"text/event-stream")
+            for name, value in self._head.headers
         )
 
     def _ends_event(self) -> bool:
-        """Whether the last event is complete, so that ours would not be read as a part of it."""
+        """Whether the last event is complete."""
         tail = self._tail()
         return not tail or tail.endswith(_EVENT_ENDS)
 
@@ -258,6 +307,16 @@ class Exchange:
         """The client closed its connection."""
         self._drop_upstream()
         self._end(Ending.CLIENT_GONE)
+
+    def probe(self) -> None:
+        """Write to a client that may be gone, if the answer has not done so since the last time.
+
+        In an event stream that is a comment; other answers leave no room for one.
+        """
+        if self._paused or self._body_bytes != self._probed_bytes:
+            self._probed_bytes = self._body_bytes
+        elif self._connection is not None and self._event_may_follow(self._connection):
+            self._write_event(_COMMENT)
 
     def pause(self) -> None:
         """The client reads slowly: stop reading from the worker."""
@@ -285,11 +344,16 @@ class Exchange:
             self._drop_upstream()
             self._refuse(UpstreamTimeout("The worker did not answer in time."))
         else:
-            connection.abort()
-            self._connection = None
-            self._broke_midway("silent", connection)
+            self._fail_midway(connection)
 
     # Ends
+
+    def _fail_midway(self, connection: UpstreamConnection | None) -> None:
+        """Give a begun answer up."""
+        self._connection = None
+        if connection is not None:
+            connection.abort()
+        self._broke_midway(connection)
 
     def _drop_upstream(self) -> None:
         connecting, self._connecting = self._connecting, None
@@ -321,7 +385,17 @@ class Exchange:
             return
         self._ended = True
         head_status = self._head.status if self._head is not None else 0
-        self._listener.ended(ending, status or head_status, self._body_bytes, self._tail())
+        try:
+            self._listener.ended(ending, status or head_status, self._body_bytes, self._tail())
+        except Exception:
+            # A fault in the accounts must not cost the client its answer.
+            logger.exception("cannot account for an exchange")
+
+    def _report_first_byte(self) -> None:
+        try:
+            self._listener.first_byte()
+        except Exception:
+            logger.exception("cannot account for a first byte")
 
 
 class Deadlines:

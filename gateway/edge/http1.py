@@ -94,11 +94,11 @@ def parse_request_head(head: bytes) -> RequestHead:
     if version not in (b"HTTP/1.1", b"HTTP/1.0"):
         raise BadRequest("Only HTTP/1.1 and HTTP/1.0 are spoken here.")
     http10 = version == b"HTTP/1.0"
-    if len(lines) > HEADER_COUNT_MAX:
+    if len(lines) - 1 > HEADER_COUNT_MAX:
         raise HeaderTooLarge(HEADER_BYTES_MAX)
     try:
         headers = _parse_fields(lines)
-        length = _request_length(headers)
+        length = _request_length(headers, http10)
     except FramingError as error:
         raise BadRequest(f"{error}") from None
     connection = expect = host = None
@@ -113,9 +113,9 @@ def parse_request_head(head: bytes) -> RequestHead:
             host = value
     if host is None and not http10:
         raise BadRequest("HTTP/1.1 requests need a Host header.")
-    return RequestHead(
-        method, target, headers, length, _keeps_alive(connection, http10), http10, expect == b"100-continue"
-    )
+    # An HTTP/1.0 client does not know what a 100 is.
+    expects_continue = expect == b"100-continue" and not http10
+    return RequestHead(method, target, headers, length, _keeps_alive(connection, http10), http10, expects_continue)
 
 
 def parse_response_head(head: bytes, request_method: bytes = b"POST") -> ResponseHead:
@@ -134,7 +134,7 @@ def parse_response_head(head: bytes, request_method: bytes = b"POST") -> Respons
         elif name == b"transfer-encoding":
             chunked = value.lower() if chunked is None else chunked + b"," + value.lower()
         elif name == b"connection":
-            connection = value.lower()
+            connection = value.lower() if connection is None else connection + b"," + value.lower()
     keep_alive = _keeps_alive(connection, match[1] == b"0")
     if request_method == b"HEAD" or status < 200 or status in (204, 304):
         return ResponseHead(status, headers, 0, keep_alive)
@@ -161,7 +161,7 @@ def _parse_fields(lines: list[bytes]) -> Headers:
     return headers
 
 
-def _request_length(headers: Headers) -> int:
+def _request_length(headers: Headers, http10: bool) -> int:
     length = coding = None
     for name, value in headers:
         if name == b"content-length":
@@ -170,7 +170,8 @@ def _request_length(headers: Headers) -> int:
             coding = value.lower() if coding is None else coding + b"," + value.lower()
     if coding is None:
         return length or 0
-    if coding != b"chunked":
+    # HTTP/1.0 has no codings: a proxy that dropped what it did not know would see another message (RFC 9112 6.1).
+    if coding != b"chunked" or http10:
         raise FramingError("Unsupported transfer coding.")
     if length is not None:
         raise FramingError("Both Content-Length and Transfer-Encoding.")
@@ -280,19 +281,33 @@ class BodyEnd:
             if line == b"\r":
                 self.done = True
                 return position
+            if not line.endswith(b"\r"):
+                raise FramingError("malformed trailer")
 
 
 def dechunk(data: bytes) -> bytes:
-    """The content of a complete chunked body, as `BodyEnd` has delimited it."""
+    """The content of a complete chunked body, as `BodyEnd` has delimited it. Raises FramingError."""
+    return take_chunks(data)[0]
+
+
+def take_chunks(data: bytes) -> tuple[bytes, bytes]:
+    """The content of the complete chunks that `data` begins with, and the incomplete rest.
+
+    `data` must have passed through `BodyEnd`, which checks chunk headers; it leaves the line ends behind the chunks to
+    us. Raises FramingError.
+    """
     parts: list[bytes] = []
     position = 0
-    while True:
-        line_end = data.index(b"\n", position)
+    while (line_end := data.find(b"\n", position)) >= 0:
         size = int(data[position:line_end].partition(b";")[0], 16)
         if not size:
-            return b"".join(parts)
+            break
         start = line_end + 1
-        if data[start + size : start + size + 2] != b"\r\n":
+        end = start + size
+        if len(data) < end + 2:
+            break
+        if data[end : end + 2] != b"\r\n":
             raise FramingError("chunk without a line end")
-        parts.append(data[start : start + size])
-        position = start + size + 2
+        parts.append(data[start:end])
+        position = end + 2
+    return b"".join(parts), data[position:]

@@ -9,15 +9,19 @@ ASGI app behind it. Rules of the file:
 * Messages are delimited here, for both kinds, so that hand-over happens only at a message boundary; what follows a
   message waits in `_buffer` until the answer is complete (pipelining), and reading stops when much of it waits.
 * The end of a client's input is not its departure: a half-closed client still gets its answer. Whether it is gone
-  altogether shows when something is written to it, so it is sent a `102 Processing` if nothing else is due.
+  altogether shows when something is written to it, so it is sent `102 Processing` while nothing else is due.
+* A refused message may still be arriving: its sender reads our answer only if we read on (`DRAINING`).
 """
 
 import asyncio
 import logging
 import re
+import socket
+import struct
 from collections.abc import Awaitable, Callable
 from enum import Enum, auto
 from typing import Any, NamedTuple, Protocol, cast
+from urllib.parse import unquote
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -36,9 +40,12 @@ from gateway.errors import BadRequest, HeaderTooLarge, InternalError, PayloadToo
 
 logger = logging.getLogger("ropeway.edge")
 
-PIPELINED_BYTES_MAX = 262_144
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _PROCESSING = b"HTTP/1.1 102 Processing\r\n\r\n"
+# A closed peer answers the first write with a reset, which the second one meets.
+_PROBES_SECONDS = (0.2, 0.4)
+_DRAINING_SECONDS_MAX = 5.0
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
 class Inbound(NamedTuple):
@@ -46,7 +53,7 @@ class Inbound(NamedTuple):
 
     head: RequestHead
     path: str
-    """Normalized: one slash between segments, none at the end, no query."""
+    """Normalized: percent-decoded, one slash between segments, none at the end, no query."""
     body: bytes
     client: str
 
@@ -77,6 +84,8 @@ class EdgeLimits(NamedTuple):
     receive_seconds_max: float
     """How long a client may take to send one request."""
     keep_alive_seconds: float
+    header_bytes_max: int = HEADER_BYTES_MAX
+    """Of a request's head; no more than that, and one read, waits behind a message that is being answered."""
 
 
 class Edge:
@@ -98,7 +107,10 @@ class Edge:
         while True:
             now = self.deadlines.now = loop.time()
             for connection in tuple(self.connections):
-                connection.check(now)
+                try:
+                    connection.check(now)
+                except Exception:
+                    logger.exception("cannot check %r", connection)
             await asyncio.sleep(interval_seconds)
 
 
@@ -107,17 +119,33 @@ class State(Enum):
     READING = auto()
     BUSY = auto()
     INNER = auto()
+    DRAINING = auto()
 
 
-_SLASHES = re.compile(r"/{2,}")
+_SLASHES = re.compile(rb"/{2,}")
+_ORIGIN = re.compile(rb"https?://[^/?]*", re.IGNORECASE)
 
 
-def normalize_path(target: bytes) -> str:
-    """Path of a request target, without query, repeated slashes or a trailing one."""
-    path = target.partition(b"?")[0].decode("latin-1")
-    if "//" in path:
-        path = _SLASHES.sub("/", path)
-    return path.rstrip("/") or "/" if path.endswith("/") else path
+def normalize_target(target: bytes) -> tuple[bytes, str]:
+    """A request target with one slash between segments and none at the end, and its path, percent-decoded.
+
+    A worker decodes the path too, so the decoded one is the one to judge by.
+    """
+    origin = _ORIGIN.match(target)
+    if origin is not None:
+        target = target[origin.end() :]
+    raw, mark, query = target.partition(b"?")
+    raw = _one_slash(raw)
+    path = raw.decode("latin-1")
+    if "%" in path:
+        path = _one_slash(unquote(path, "latin-1").encode("latin-1")).decode("latin-1")
+    return raw + mark + query, path
+
+
+def _one_slash(path: bytes) -> bytes:
+    if b"//" in path:
+        path = _SLASHES.sub(b"/", path)
+    return path.rstrip(b"/") or b"/" if path.endswith(b"/") or not path else path
 
 
 class _InnerProtocol(HttpToolsProtocol):
@@ -142,16 +170,19 @@ class EdgeProtocol(asyncio.Protocol):
         self._state = State.IDLE
         self._buffer = b""
         self._head: RequestHead | None = None
+        self._path = ""
         self._end: BodyEnd | None = None
         self._parts: list[bytes] = []
         self._received_bytes = 0
         self._exchange: Exchange | None = None
-        self._deciding: asyncio.Task[None] | None = None
+        self._deciding: asyncio.Future[Listener] | None = None
         self._inner: _InnerProtocol | None = None
         self._inner_answered = False
         self._reading_paused = False
+        self._writing_paused = False
         self._input_ended = False
         self._closing = False
+        self._lost = False
         self._since = edge.deadlines.now
         """When the connection last changed state, by the sweep's clock."""
         self._client = ""
@@ -174,7 +205,7 @@ class EdgeProtocol(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._server_state.connections.discard(self)
         self._edge.connections.discard(self)
-        self._closing = True
+        self._closing = self._lost = True
         if self._deciding is not None:
             self._deciding.cancel()
         if self._exchange is not None:
@@ -182,35 +213,41 @@ class EdgeProtocol(asyncio.Protocol):
             self._exchange = None
         if self._inner is not None:
             self._inner.connection_lost(exc)
+            self._inner = None
 
     def eof_received(self) -> bool:
         self._input_ended = True
         if self._state is State.BUSY:
-            if self._exchange is not None and self._exchange.unanswered and not self.http10:
-                self._transport.write(_PROCESSING)
+            self._probe()
+            for seconds in _PROBES_SECONDS:
+                asyncio.get_running_loop().call_later(seconds, self._probe)
             return True
-        return self._state is State.INNER
+        return self._state is State.INNER and self._end is not None and self._end.done
 
     def data_received(self, data: bytes) -> None:
         if self._state is State.READING:
             self._receive_body(data)
         elif self._state is State.INNER and self._end is not None and not self._end.done:
             self._feed_inner(data)
-        else:
+        elif self._state is not State.DRAINING:
+            if self._state is State.IDLE and not self._buffer:
+                self._since = self._edge.deadlines.now
             self._buffer = self._buffer + data if self._buffer else data
             if self._state is State.IDLE:
                 self._next_message()
-            elif len(self._buffer) > PIPELINED_BYTES_MAX:
+            if len(self._buffer) > self._edge.limits.header_bytes_max:
                 self._reading_paused = True
                 self._transport.pause_reading()
 
     def pause_writing(self) -> None:
+        self._writing_paused = True
         if self._exchange is not None:
             self._exchange.pause()
         if self._inner is not None:
             self._inner.pause_writing()
 
     def resume_writing(self) -> None:
+        self._writing_paused = False
         if self._exchange is not None:
             self._exchange.resume()
         if self._inner is not None:
@@ -219,7 +256,7 @@ class EdgeProtocol(asyncio.Protocol):
     def shutdown(self) -> None:
         """uvicorn stops: finish the current message, then close."""
         self._closing = True
-        if self._state is State.IDLE:
+        if self._state in (State.IDLE, State.DRAINING):
             self._transport.close()
         elif self._state is State.INNER and self._inner is not None:
             self._inner.shutdown()
@@ -232,23 +269,28 @@ class EdgeProtocol(asyncio.Protocol):
         if buffer.startswith(b"\r\n"):
             buffer = self._buffer = buffer.lstrip(b"\r\n")
         end = buffer.find(b"\r\n\r\n")
-        if end < 0 or end > HEADER_BYTES_MAX:
-            if len(buffer) > HEADER_BYTES_MAX:
-                self._refuse(HeaderTooLarge(HEADER_BYTES_MAX))
+        header_bytes_max = self._edge.limits.header_bytes_max
+        if end < 0 or end > header_bytes_max:
+            if len(buffer) > header_bytes_max:
+                self._refuse(HeaderTooLarge(header_bytes_max))
             return
         try:
-            head = self._head = parse_request_head(buffer[:end])
+            head = parse_request_head(buffer[:end])
+            target, self._path = normalize_target(head.target)
+            self._head = head if target == head.target else head._replace(target=target)
             self.http10 = head.http10
             self._since = self._edge.deadlines.now
-            path = normalize_path(head.target)
             self._end = BodyEnd(head.length)
-            if self._edge.handler.owns(head.method.decode("latin-1"), path):
+            if self._edge.handler.owns(head.method.decode("latin-1"), self._path):
                 self._buffer = b""
-                self._begin_reading(head, buffer[end + 4 :])
+                self._begin_reading(self._head, buffer[end + 4 :])
             else:
                 self._begin_inner(buffer, end + 4)
         except ServiceError as error:
             self._refuse(error)
+        except Exception:
+            logger.exception("the edge failed")
+            self._refuse(InternalError())
 
     def _begin_reading(self, head: RequestHead, rest: bytes) -> None:
         self._edge.handler.admit(head)
@@ -257,7 +299,7 @@ class EdgeProtocol(asyncio.Protocol):
         self._state = State.READING
         self._parts = []
         self._received_bytes = 0
-        if head.expects_continue and not rest:
+        if head.expects_continue and head.length and not rest:
             self._transport.write(_CONTINUE)
         self._receive_body(rest)
 
@@ -287,7 +329,7 @@ class EdgeProtocol(asyncio.Protocol):
         try:
             if head.length == CHUNKED:
                 body = _content_of(body)
-            listener = self._edge.handler.begin(Inbound(head, normalize_path(head.target), body, self._client))
+            listener = self._edge.handler.begin(Inbound(head, self._path, body, self._client))
         except ServiceError as error:
             self.answer_error(error)
             return
@@ -296,29 +338,51 @@ class EdgeProtocol(asyncio.Protocol):
             self.answer_error(InternalError())
             return
         if isinstance(listener, Awaitable):
-            self._deciding = asyncio.ensure_future(self._decide_later(listener))
+            self._deciding = asyncio.ensure_future(listener)
+            self._deciding.add_done_callback(self._decided)
         else:
             self._start(listener)
 
-    async def _decide_later(self, pending: Awaitable[Listener]) -> None:
-        try:
-            listener = await pending
-        except ServiceError as error:
-            self._deciding = None
+    def _decided(self, deciding: "asyncio.Future[Listener]") -> None:
+        self._deciding = None
+        if deciding.cancelled():
+            return
+        error = deciding.exception()
+        if error is None:
+            self._start(deciding.result())
+        elif isinstance(error, ServiceError):
             self.answer_error(error)
-        except Exception:
-            logger.exception("the pipeline failed")
-            self._deciding = None
-            self.answer_error(InternalError())
         else:
-            self._deciding = None
-            self._start(listener)
+            logger.error("the pipeline failed", exc_info=error)
+            self.answer_error(InternalError())
 
     def _start(self, listener: Listener) -> None:
-        self._exchange = Exchange(self, listener, self._edge.deadlines)
-        self._exchange.start()
+        exchange = Exchange(self, listener, self._edge.deadlines)
+        if self._lost:
+            exchange.client_gone()
+            return
+        self._exchange = exchange
+        if self._writing_paused:
+            # The client has not read its previous answer yet.
+            exchange.pause()
+        exchange.start()
+
+    def _probe(self) -> None:
+        """Find out whether a client whose input has ended still listens."""
+        if not self._input_ended or self._state is not State.BUSY or self._transport.is_closing():
+            return
+        if self._exchange is not None and not self._exchange.unanswered:
+            self._exchange.probe()
+        elif not self.http10:
+            self._transport.write(_PROCESSING)
 
     # exchange.Client
+
+    @property
+    def connection_header(self) -> bytes:
+        if self._head is None or self._closing or not self._head.keep_alive:
+            return b"connection: close\r\n"
+        return b"connection: keep-alive\r\n" if self.http10 else b""
 
     def write(self, data: bytes) -> None:
         self._transport.write(data)
@@ -332,32 +396,46 @@ class EdgeProtocol(asyncio.Protocol):
         """Answer the current message, whose body has been read, with an error object."""
         self._exchange = None
         keep_alive = self._head is not None and self._head.keep_alive and not error.closes_connection
-        self._write_error(error, keep_alive)
+        self._closing |= not keep_alive
+        self._write_error(error)
         self._message_done(keep_alive)
 
-    def abort(self) -> None:
+    def abort(self, reset: bool) -> None:
         self._exchange = None
-        # Not `abort()`: what has been written (an error event, perhaps) should still arrive. The body's end does not.
-        self._transport.close()
+        if reset:
+            opened = self._transport.get_extra_info("socket")
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+            self._transport.abort()
+        else:
+            # What has been written (an error event, perhaps) should still arrive. The body's end does not.
+            self._transport.close()
 
     def _refuse(self, error: ServiceError) -> None:
         """Answer with an error and close: where the message ends is not known, or not worth reading for."""
         self._parts = []
         self._buffer = b""
-        self._state = State.BUSY
         self._closing = True
-        self._write_error(error, keep_alive=False)
-        self._transport.close()
+        self._write_error(error)
+        self._drain()
 
-    def _write_error(self, error: ServiceError, keep_alive: bool) -> None:
+    def _drain(self) -> None:
+        """Close, but read on for a while: bytes that meet a closed socket destroy the answer on its way."""
+        self._state = State.DRAINING
+        self._since = self._edge.deadlines.now
+        self._resume_reading()
+        if self._input_ended or self._transport.is_closing():
+            self._transport.close()
+        elif self._transport.can_write_eof():
+            self._transport.write_eof()
+
+    def _write_error(self, error: ServiceError) -> None:
         if self._transport.is_closing():
             return
         body = error.body()
         lines = [status_line(error.status)]
         lines += [b"%b: %b\r\n" % field for field in error.headers() if field[0] != b"connection"]
         lines.append(self._edge.handler.answer_headers(self._head))
-        if not keep_alive:
-            lines.append(b"connection: close\r\n")
+        lines.append(self.connection_header)
         lines.append(b"content-length: %d\r\n\r\n%b" % (len(body), body))
         self._transport.write(b"".join(lines))
 
@@ -369,9 +447,7 @@ class EdgeProtocol(asyncio.Protocol):
         if not keep_alive or self._closing or (self._input_ended and not self._buffer):
             self._transport.close()
             return
-        if self._reading_paused:
-            self._reading_paused = False
-            self._transport.resume_reading()
+        self._resume_reading()
         if self._buffer:
             # From the loop, not from here: a long pipeline must not become a deep stack.
             asyncio.get_running_loop().call_soon(self._resume_messages)
@@ -379,6 +455,19 @@ class EdgeProtocol(asyncio.Protocol):
     def _resume_messages(self) -> None:
         if self._state is State.IDLE and not self._transport.is_closing():
             self._next_message()
+            self._resume_reading()
+            if self._input_ended and self._state in (State.IDLE, State.READING):
+                # What follows the last answer is half a message, and its other half will not come.
+                self._transport.close()
+
+    def _resume_reading(self) -> None:
+        if (
+            self._reading_paused
+            and len(self._buffer) <= self._edge.limits.header_bytes_max
+            and not self._transport.is_closing()
+        ):
+            self._reading_paused = False
+            self._transport.resume_reading()
 
     # The inner protocol
 
@@ -389,6 +478,8 @@ class EdgeProtocol(asyncio.Protocol):
             self._inner.connection_made(self._transport)
             # uvicorn would otherwise count, and shut down, the connection twice.
             self._server_state.connections.discard(self._inner)
+            if self._writing_paused:
+                self._inner.pause_writing()
         self._state = State.INNER
         self._inner_answered = False
         self._buffer = b""
@@ -400,13 +491,24 @@ class EdgeProtocol(asyncio.Protocol):
         assert self._inner is not None  # noqa: S101
         try:
             taken = 0 if self._end.done else self._end.feed(data)
-        except FramingError:
-            self._refuse(BadRequest("Malformed request body."))
+        except FramingError as error:
+            self._refuse_inner(BadRequest(f"Malformed request body: {error}."))
             return
         if taken:
             self._inner.data_received(data[:taken])
         self._buffer = data[taken:]
         self._inner_done()
+
+    def _refuse_inner(self, error: ServiceError) -> None:
+        """As `_refuse`, where the application may be answering already."""
+        assert self._inner is not None  # noqa: S101
+        cycle, self._closing = self._inner.cycle, True
+        if cycle is None or not cycle.response_started:
+            self._write_error(error)
+        if cycle is not None:
+            cycle.disconnected = True
+            cycle.message_event.set()
+        self._drain()
 
     def _inner_answer_sent(self) -> None:
         self._inner_answered = True
@@ -427,12 +529,18 @@ class EdgeProtocol(asyncio.Protocol):
         elif self._state is State.READING or (self._state is State.IDLE and self._buffer):
             if now - self._since > limits.receive_seconds_max:
                 self._refuse(RequestTimeout("The request did not arrive in time."))
+        elif self._state is State.INNER and self._end is not None and not self._end.done:
+            if now - self._since > limits.receive_seconds_max:
+                self._refuse_inner(RequestTimeout("The request did not arrive in time."))
         elif self._state is State.IDLE and now - self._since > limits.keep_alive_seconds:
             self._transport.close()
+        elif self._state is State.DRAINING and now - self._since > _DRAINING_SECONDS_MAX:
+            self._transport.abort()
+        self._probe()
 
 
 def _content_of(chunked_body: bytes) -> bytes:
     try:
         return dechunk(chunked_body)
-    except (FramingError, ValueError):
+    except FramingError:
         raise BadRequest("Malformed chunked request body.") from None

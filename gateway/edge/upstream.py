@@ -28,7 +28,7 @@ class Receiver(Protocol):
 
 
 class UpstreamConnection(asyncio.Protocol):
-    __slots__ = ("_end", "_head", "_head_bytes", "_pool", "_receiver", "requests", "transport")
+    __slots__ = ("_end", "_head", "_head_bytes", "_paused", "_pool", "_receiver", "requests", "transport")
 
     def __init__(self, pool: "UpstreamPool") -> None:
         self._pool = pool
@@ -36,6 +36,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._head_bytes = b""
         self._head: ResponseHead | None = None
         self._end: BodyEnd | None = None
+        self._paused = False
         self.requests = 0
         self.transport: asyncio.Transport | None = None
 
@@ -47,7 +48,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._head = self._end = None
         self._head_bytes = b""
         self.requests += 1
-        self.transport.writelines(parts)
+        # One buffer: uvloop's writelines costs three times as much as a write and the copy it spares.
+        self.transport.write(b"".join(parts))
 
     def abort(self) -> None:
         """Drop the connection at once: the worker learns that nobody waits for the answer."""
@@ -57,10 +59,12 @@ class UpstreamConnection(asyncio.Protocol):
 
     def pause(self) -> None:
         if self.transport is not None and not self.transport.is_closing():
+            self._paused = True
             self.transport.pause_reading()
 
     def resume(self) -> None:
-        if self.transport is not None and not self.transport.is_closing():
+        if self._paused and self.transport is not None and not self.transport.is_closing():
+            self._paused = False
             self.transport.resume_reading()
 
     @property
@@ -86,7 +90,9 @@ class UpstreamConnection(asyncio.Protocol):
                     return
             taken = self._end.feed(data)
         except FramingError as error:
-            self._fail(str(error))
+            # What of `data` is sound has not been handed on: the receiver is not at a chunk's end, wherever we are.
+            self._end = None
+            self._fail(str(error), answered=True)
             return
         if not self._end.done:
             receiver.response_body(data, False)
@@ -134,18 +140,19 @@ class UpstreamConnection(asyncio.Protocol):
     def _complete(self, receiver: Receiver, data: bytes, surplus: bool) -> None:
         assert self._head is not None  # noqa: S101
         self._receiver = None
+        self.resume()
         if self._head.keep_alive and not surplus and self.transport is not None and not self.transport.is_closing():
             self._pool.release(self)
         elif self.transport is not None:
             self.transport.close()
         receiver.response_body(data, True)
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str, answered: bool = False) -> None:
         receiver, self._receiver = self._receiver, None
         if self.transport is not None:
             self.transport.abort()
         if receiver is not None:
-            begun = self._head is not None or bool(self._head_bytes)
+            begun = answered or self._head is not None or bool(self._head_bytes)
             receiver.upstream_failed(reason, begun, self.requests > 1)
 
 

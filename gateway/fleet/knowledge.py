@@ -53,6 +53,7 @@ class Knowledge:
         block = pool.block_size_tokens
         # A full hit still computes its last token, and engines give up that token's whole block.
         cap = max(prompt_tokens - 1, 0) // block * block
+        rates = self.accounting.rates(now, sum(len(record.holders) for record in candidates))
         confirmed = _confirmed_blocks(match)
         predicted = self.predictions.depths(chain, now) if chain else {}
         recorded: Mapping[tuple[str, int], int] | None = None
@@ -90,7 +91,7 @@ class Knowledge:
                         evidence,
                     )
                 )
-        return Snapshot(now, views, self.accounting.rates(now, len(views)))
+        return Snapshot(now, views, rates)
 
 
 def _confirmed_blocks(match: Match) -> dict[Worker, list[int]]:

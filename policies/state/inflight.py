@@ -15,8 +15,12 @@ Calibration reads the same records. Engines batch: eight prompts may get their f
 time of ONE request means little. What is observed is a stretch of uninterrupted prefill work: its duration beside the
 sum of what the uncalibrated prior says of its requests (`PrefillSample`). The prior and not the prediction, because the
 calibration has moved on since a queued request was dispatched.
+
+An answer that comes in one piece hides its first token. It is taken to come when it was predicted, and nothing is
+learned from it: to wait for the whole answer would make a worker that decodes look like one that is busy prefilling.
 """
 
+from heapq import heappop, heappush
 from math import exp
 from typing import NamedTuple
 
@@ -165,6 +169,11 @@ class WorkerAccount:
         self._first_token_at = now
         return sample if self.waiting else self._end_stretch(now)
 
+    def _presume_first_token(self, request: _Request) -> None:
+        self._leave_queue(request)
+        self.running_context_tokens += request.context_tokens
+        self._stretch_at = None  # when its prefill was done is a guess: nothing to learn from
+
     def _finish(self, request: _Request) -> None:
         if request.waiting:
             self._leave_queue(request)
@@ -203,6 +212,8 @@ class InflightAccounting:
         self.output_tokens_mean = OUTPUT_TOKENS_PRIOR
         self._accounts: dict[WorkerKey, WorkerAccount] = {}
         self._requests: dict[str, _Request] = {}
+        self._hidden: list[tuple[float, str]] = []
+        """(predicted first token, request) of answers that come in one piece: a heap."""
         self._arrivals = 0.0
         self._work_seconds = 0.0
         self._decayed_at = 0.0
@@ -238,11 +249,13 @@ class InflightAccounting:
         prefill_seconds: float,
         output_tokens_max: int = 0,
         prior_seconds: float | None = None,
+        in_one_piece: bool = False,
     ) -> None:
         """A request has been given to a worker. An id already in flight (a retry) ends its earlier attempt first.
 
         `prefill_seconds` is its predicted prefill there (`policies.pricing.prefill_seconds`); `prior_seconds` what the
         prior says if the match holds (`PrefillModel.prior_seconds`): without it nothing is learned from the request.
+        `in_one_piece`: the answer is not streamed, so its first token will not be seen.
         """
         requests = self._requests
         if request_id in requests:
@@ -253,8 +266,10 @@ class InflightAccounting:
         account = self.account(worker, rank)
         request = _Request(account, prompt_tokens, prefill_seconds, output_tokens_max, prior_seconds)
         requests[request_id] = request
-        account._dispatch(request, now)
         self._decay(now)
+        account._dispatch(request, now)
+        if in_one_piece:
+            heappush(self._hidden, (now + account.wait_seconds(now), request_id))
         self._arrivals += 1.0
         self._work_seconds += prefill_seconds
 
@@ -269,12 +284,23 @@ class InflightAccounting:
             return None
         if not request.waiting:
             return None
+        self._set_context(request)
+        return request.account._first_token(request, now)
+
+    def _presume_first_tokens(self, now: float) -> None:
+        hidden = self._hidden
+        while hidden and hidden[0][0] <= now:
+            request = self._requests.get(heappop(hidden)[1])
+            if request is not None and request.waiting:
+                self._set_context(request)
+                request.account._presume_first_token(request)
+
+    def _set_context(self, request: _Request) -> None:
         # No call per token: a decoding request is taken to be half-way through the output that is usual here.
         output = self.output_tokens_mean
         if 0 < request.output_tokens_max < output:
             output = request.output_tokens_max
         request.context_tokens = request.prompt_tokens + int(output / 2)
-        return request.account._first_token(request, now)
 
     def finish(self, request_id: str, now: float, output_tokens: int = 0) -> None:
         """A request has ended, however it ended. `output_tokens`, when known, teaches how long outputs are."""
@@ -306,6 +332,8 @@ class InflightAccounting:
         request.account._finish(request)
 
     def _decay(self, now: float) -> None:
+        """Bring everything that moves with the clock up to now."""
+        self._presume_first_tokens(now)
         elapsed = now - self._decayed_at
         if elapsed <= 0:
             return

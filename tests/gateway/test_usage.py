@@ -1,0 +1,102 @@
+"""Usage read off the end of a body as it stood on the wire."""
+
+import json
+
+import pytest
+
+from gateway.usage import Usage, read_usage
+
+USAGE = {"prompt_tokens": 12, "total_tokens": 15, "completion_tokens": 3}
+WITH_DETAILS = {**USAGE, "prompt_tokens_details": {"cached_tokens": 8}, "completion_tokens_details": {"x": 1}}
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def event(document: object, end: bytes = b"\n\n") -> bytes:
+    return b"data: " + json.dumps(document).encode() + end
+
+
+@pytest.mark.parametrize(
+    ("usage", "expected"),
+    [
+        (USAGE, Usage(12, 3, None)),
+        (WITH_DETAILS, Usage(12, 3, 8)),
+        ({**USAGE, "prompt_tokens_details": None}, Usage(12, 3, None)),
+        ({**USAGE, "prompt_tokens_details": {}}, Usage(12, 3, None)),
+        ({**USAGE, "prompt_tokens_details": {"cached_tokens": None}}, Usage(12, 3, None)),
+        ({**USAGE, "prompt_tokens_details": {"cached_tokens": 0}}, Usage(12, 3, 0)),
+        ({"prompt_tokens": 5, "total_tokens": 5}, Usage(5, 0, None)),
+        ({"prompt_tokens": 5, "completion_tokens": None}, Usage(5, 0, None)),
+    ],
+)
+def test_json_bodies(usage: object, expected: Usage) -> None:
+    for indent in (None, 2):
+        body = json.dumps({"id": "x", "choices": [{"text": "hi"}], "usage": usage, "kv": None}, indent=indent).encode()
+        assert read_usage(body) == expected
+        assert read_usage(chunk(body) + b"0\r\n\r\n") == expected
+        assert read_usage(body[body.index(b'"usage"') :]) == expected
+
+
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n"])
+@pytest.mark.parametrize("wrap", [chunk, bytes], ids=["chunked", "plain"])
+def test_streams(end: bytes, wrap: type) -> None:
+    events = [
+        event({"choices": [{"delta": {"content": "a"}}], "usage": None}, end),
+        event({"choices": [], "usage": WITH_DETAILS}, end),
+        b"data: [DONE]" + end,
+    ]
+    assert read_usage(b"".join(map(wrap, events)) + b"0\r\n\r\n") == Usage(12, 3, 8)
+    assert read_usage(wrap(b"".join(events))) == Usage(12, 3, 8)
+
+
+def test_usage_in_the_last_content_event() -> None:
+    tail = chunk(event({"choices": [{"delta": {"content": "a"}, "finish_reason": "stop"}], "usage": USAGE}))
+    assert read_usage(tail + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n") == Usage(12, 3, None)
+
+
+def test_the_last_usage_counts() -> None:
+    running = [event({"usage": {**USAGE, "completion_tokens": count}}) for count in (1, 2, 3)]
+    assert read_usage(b"".join(map(chunk, running))) == Usage(12, 3, None)
+    assert read_usage(chunk(running[2]) + chunk(event({"usage": None}))) == Usage(12, 3, None)
+
+
+def test_an_object_cut_into_two_chunks() -> None:
+    body = json.dumps({"usage": WITH_DETAILS}).encode()
+    start = body.index(b'"usage"') + len(b'"usage": {')
+    for cut in range(start, len(body) - 1):
+        assert read_usage(chunk(body[:cut]) + chunk(body[cut:])) == Usage(12, 3, 8), cut
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        b"",
+        b"0\r\n\r\n",
+        event({"choices": []}),
+        event({"usage": None}),
+        b'{"usage": 5}',
+        b'{"usage": []}',
+        b'{"usage": {}}',
+        b'{"usage": {"prompt_tokens": "many"}}',
+        b'{"usage": {"prompt_tokens": null}}',
+        b'{"usage": {"prompt_tokens": 1e999}}',
+        b'{"usage": {"prompt_tokens": 5',
+        b'{"usage": {"prompt_tokens": 5, }}',
+        b'{"usage": {"prompt_tokens": 5, "prompt_tokens_details": 7}}',
+        b'tokens": 12, "total_tokens": 15}}',
+        b'{"usage": {' + b"{" * 4000,
+    ],
+)
+def test_no_usage(tail: bytes) -> None:
+    assert read_usage(tail) is None
+
+
+def test_text_that_speaks_of_usage() -> None:
+    text = 'then "usage": {"prompt_tokens": 99, "completion_tokens": 99} and "usage"'
+    said = event({"choices": [{"delta": {"content": text}}]})
+    assert b'\\"usage\\"' in said
+    assert read_usage(said) is None
+    assert read_usage(event({"usage": USAGE}) + said) == Usage(12, 3, None)
+    assert read_usage(json.dumps({"choices": [{"text": text}], "usage": USAGE}).encode()) == Usage(12, 3, None)
