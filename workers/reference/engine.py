@@ -1,0 +1,271 @@
+"""The reference engine: `workers.engine.Engine` over an `EngineCore` that runs on a thread of its own.
+
+The event loop hands commands to the thread through a deque; after each step the thread hands all outputs back with one
+`call_soon_threadsafe`. KV events go out on the engine's thread, before the outputs of their step: whoever has seen an
+answer's first token can know that the blocks of its prompt have been announced.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from cachecore.events import KvEvent
+from cachecore.prompts.contract import Renderer
+from cachecore.scope import DEFAULT_TENANT, IdentityScope, Keyring, Naming, Salt, SaltError
+from workers.engine import EngineError, EngineInfo, EngineMetrics, Generation, StepOutput
+from workers.reference.config import ModelConfig, ModelError
+from workers.reference.core import EngineCore
+from workers.reference.kv_pool import KvPool
+from workers.reference.model import LlamaModel
+from workers.reference.scheduler import LiveSequence, Scheduler
+from workers.reference.weights import Weights, load_weights
+
+logger = logging.getLogger(__name__)
+
+_NAMINGS_MAX = 1024
+"""Salts whose scope is kept ready; deriving one again costs some microseconds."""
+
+KvEventSink = Callable[[Sequence[KvEvent]], object]
+"""Called on the engine's thread with the events of one step, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How to run a model. 0 and "" choose by what the machine has."""
+
+    served_model_name: str
+    device: str = ""
+    """`cuda` when there is one, else `cpu`."""
+    dtype: str = ""
+    """`bfloat16` on CUDA, `float32` on CPU."""
+    block_size_tokens: int = 16
+    blocks: int = 0
+    """KV blocks; 0 takes `kv_memory_mib`."""
+    kv_memory_mib: int = 512
+    max_model_len: int = 0
+    batched_tokens_max: int = 512
+    """Tokens per step: the upper bound of how long a decode step waits for someone else's prompt."""
+    sequences_max: int = 64
+
+    def torch_device(self) -> torch.device:
+        return torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+    def torch_dtype(self) -> torch.dtype:
+        names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+        name = self.dtype or ("bfloat16" if self.torch_device().type == "cuda" else "float32")
+        if name not in names:
+            raise ModelError(f"dtype {name!r} is not one of {', '.join(names)}")
+        return names[name]
+
+
+class ReferenceEngine:
+    """See the module's opening, and `workers.engine.Engine` for the contract."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        renderer: Renderer,
+        options: EngineOptions,
+        keyring: Keyring,
+        on_kv_events: KvEventSink = lambda events: None,
+        root: str = "",
+    ) -> None:
+        """Raises ModelError when the KV memory does not hold one sequence of `max_model_len`."""
+        size = options.block_size_tokens
+        blocks = options.blocks or _blocks_in(options, config)
+        max_model_len = min(options.max_model_len or config.max_positions, config.max_positions)
+        if options.max_model_len and blocks * size < max_model_len:
+            raise ModelError(f"{blocks} blocks of {size} tokens do not hold max_model_len={max_model_len}")
+        max_model_len = min(max_model_len, blocks * size)
+        self.renderer = renderer
+        self.metrics = EngineMetrics()
+        self.info = EngineInfo(
+            model=options.served_model_name,
+            epoch=time.time_ns(),
+            block_size_tokens=size,
+            blocks_total=blocks,
+            max_model_len=max_model_len,
+            dtype=str(options.torch_dtype()).removeprefix("torch."),
+            root=root or options.served_model_name,
+        )
+        scheduler = Scheduler(KvPool(blocks, size), options.batched_tokens_max, options.sequences_max)
+        self._core = EngineCore(
+            LlamaModel(config, weights, max_model_len), scheduler, self.metrics, config.eos_token_ids
+        )
+        self._config = config
+        self._keyring = keyring
+        self._on_kv_events = on_kv_events
+        self._naming = lru_cache(_NAMINGS_MAX)(self._derive_naming)
+        self._outputs: dict[str, asyncio.Queue[StepOutput | EngineError]] = {}
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @classmethod
+    def load(
+        cls,
+        directory: Path,
+        renderer: Renderer,
+        options: EngineOptions,
+        keyring: Keyring,
+        on_kv_events: KvEventSink = lambda events: None,
+    ) -> "ReferenceEngine":
+        """An engine for a Hugging Face directory. Raises ModelError."""
+        config = ModelConfig.load(directory)
+        weights = load_weights(directory, config, options.torch_dtype(), options.torch_device())
+        return cls(config, weights, renderer, options, keyring, on_kv_events, str(directory))
+
+    async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="reference-engine", daemon=True)
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """End the loop; live generations end with finish reason `abort`."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        await asyncio.to_thread(thread.join)
+        self._core.abort_all()
+        for queue in self._outputs.values():
+            queue.put_nowait(StepOutput(finish_reason="abort"))
+
+    async def generate(self, generation: Generation) -> AsyncIterator[StepOutput]:
+        """Run one generation. Closing the iterator aborts it within one step. Raises EngineError before any output."""
+        self._check(generation)
+        sequence = LiveSequence(generation, self._naming(generation.cache_salt), arrival=0)
+        request_id = generation.request_id
+        queue = self._outputs[request_id] = asyncio.Queue()
+        self._command(lambda: self._core.add(sequence))
+        finished = False
+        try:
+            while not finished:
+                output = await queue.get()
+                finished = isinstance(output, EngineError) or output.finish_reason is not None
+                if isinstance(output, EngineError):
+                    raise output
+                yield output
+        finally:
+            del self._outputs[request_id]
+            if not finished:
+                self._command(lambda: self._core.abort(request_id))
+
+    def stop_token_ids(self) -> Sequence[int]:
+        return self._config.eos_token_ids
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix; generations under way go on."""
+        if self._thread is None:
+            raise EngineError("the engine is not running", 503)
+        done = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def clear() -> None:
+            self._core.pool.clear()
+            loop.call_soon_threadsafe(done.set)
+
+        self._command(clear)
+        await done.wait()
+
+    def _check(self, generation: Generation) -> None:
+        count, limit = len(generation.token_ids), self.info.max_model_len
+        if self._thread is None:
+            raise EngineError("the engine is not running", 503)
+        if generation.request_id in self._outputs:
+            raise EngineError(f"request id {generation.request_id!r} is in use")
+        if generation.adapter:
+            raise EngineError(f"the adapter {generation.adapter!r} does not exist", 404)
+        if not count:
+            raise EngineError("the prompt is empty")
+        if count + max(generation.sampling.max_tokens, 1) > limit:
+            raise EngineError(
+                f"This model's maximum context length is {limit} tokens. However, you requested "
+                f"{generation.sampling.max_tokens} output tokens and your prompt contains {count} input tokens."
+            )
+        if not 0 <= min(generation.token_ids) <= max(generation.token_ids) < self._config.vocab_size:
+            raise EngineError(f"a token id of the prompt lies outside 0..{self._config.vocab_size - 1}")
+
+    def _derive_naming(self, cache_salt: str) -> Naming:
+        """The scope that a `cache_salt` stands for. Raises EngineError for a forged one."""
+        try:
+            salt = self._keyring.read_salt(cache_salt)
+        except SaltError as error:
+            raise EngineError(str(error)) from error
+        if salt is None:
+            key_id = self._keyring.key_id(DEFAULT_TENANT)
+            salt = Salt(key_id, client_salt=self._keyring.client_salt_digest(key_id, cache_salt))
+        scope = IdentityScope(
+            model=self.info.model,
+            key_id=salt.key_id,
+            block_size_tokens=self.info.block_size_tokens,
+            tokenizer=self.renderer.fingerprint,
+            client_salt=salt.client_salt,
+        )
+        return Naming.of(scope, self._keyring)
+
+    def _command(self, command: Callable[[], None]) -> None:
+        """Have the engine's thread run it before its next step."""
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    def _run(self) -> None:
+        while self._take_commands():
+            deliveries = self._step()
+            self._publish()
+            if deliveries and self._loop is not None and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._deliver, deliveries)
+
+    def _step(self) -> Sequence[tuple[str, StepOutput | EngineError]]:
+        try:
+            return self._core.step()
+        except Exception as error:
+            logger.exception("an engine step failed")
+            # Nobody knows which blocks hold what they should: start anew.
+            request_ids = self._core.abort_all()
+            self._core.pool.clear()
+            failure = EngineError(f"the engine failed: {error!r}", 500)
+            return [(request_id, failure) for request_id in request_ids]
+
+    def _take_commands(self) -> bool:
+        """Wait for something to do and run what the event loop has asked for. False when the engine stops."""
+        with self._wake:
+            self._wake.wait_for(lambda: self._commands or self._core.has_work or self._stopping)
+            while self._commands:
+                self._commands.popleft()()
+            return not self._stopping
+
+    def _publish(self) -> None:
+        events = self._core.pool.take_events()
+        if events:
+            try:
+                self._on_kv_events(events)
+            except Exception:
+                logger.exception("KV events could not be published")
+
+    def _deliver(self, deliveries: Sequence[tuple[str, StepOutput | EngineError]]) -> None:
+        for request_id, output in deliveries:
+            queue = self._outputs.get(request_id)
+            if queue is not None:
+                queue.put_nowait(output)
+
+
+def _blocks_in(options: EngineOptions, config: ModelConfig) -> int:
+    """How many blocks the KV memory holds."""
+    block_bytes = config.kv_elements_per_token * options.block_size_tokens * options.torch_dtype().itemsize
+    return max(1, options.kv_memory_mib * 2**20 // block_bytes)
