@@ -178,5 +178,5 @@ async def _read_body(request: Request) -> bytes:
 def _head_of(request: Request) -> RequestHead:
     """The edge's form of an ASGI request's head."""
     return RequestHead(
-        request.method.encode(), request.scope["path"].encode(), list(request.headers.raw), 0, True, False, False
+        request.method.encode(), request.scope["path"].encode(), list(request.headers.raw), 0, True, False, False, {}
     )

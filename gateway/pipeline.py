@@ -103,10 +103,10 @@ class Pipeline:
         request.adapter = adapter
         self.fleet.candidates(pool, adapter)
         named = self._name(request, pool)
-        if isinstance(named, Awaitable):
+        if not isinstance(named, NamedPrompt):
             return self._begin_later(request, pool, named)
         matched = self._match(pool, request, named)
-        if isinstance(matched, Awaitable):
+        if not isinstance(matched, Match):
             return self._match_later(request, pool, named, matched)
         return self._embark(request, pool, named, matched)
 
@@ -142,6 +142,11 @@ class Pipeline:
 
     def answer_headers(self, head: RequestHead | None) -> bytes:
         return b"x-request-id: %b\r\n" % request_id_of(head).encode()
+
+    def forwarded_headers(self, head: RequestHead) -> bytes:
+        """The client's header lines that travel upstream. An API key of ours does not."""
+        dropped = _DROPPED_FROM_REQUESTS if self.tenants.open else _DROPPED_FROM_REQUESTS | {b"authorization"}
+        return b"".join(b"%b: %b\r\n" % field for field in forwardable(head.headers, dropped))
 
     def _read(self, inbound: Inbound) -> Request:
         tenant = self.tenants.authenticate(inbound.head.get(b"authorization"))
@@ -213,7 +218,6 @@ class Pipeline:
             snapshot.workers,
             time.time(),
             choice.decision_us,
-            [view.load.wait_seconds(snapshot.now) * 1e3 for view in snapshot.workers],
             pool.renderer.name if pool.renderer else "remote",
             request.tenant.id,
         )
@@ -272,7 +276,8 @@ class Journey:
         )
         if named.chain and worker.parity is not Parity.FAILED:
             key = (view.name, view.rank)
-            knowledge.predictions.predict(request.upstream_id, key, named.chain, now)
+            if worker.events_trusted:
+                knowledge.predictions.predict(request.upstream_id, key, named.chain, now)
             if not worker.events_trusted or choice.policy == "prefix-aware":
                 knowledge.history.record(key, named.chain)
         worker.requests += 1
@@ -290,15 +295,20 @@ class Journey:
         pipeline = self._pipeline
         salt = pipeline.prompts.salt_json(request, self._pool)
         body = request.upstream_body(salt, pipeline.settings.forward_kv_transfer_params)
-        lines = [request.head.method, b" ", request.head.target, b" HTTP/1.1\r\nhost: ", worker.authority, b"\r\n"]
-        dropped = _DROPPED_FROM_REQUESTS
-        if not pipeline.tenants.open:
-            dropped |= {b"authorization"}
-        for name, value in forwardable(request.head.headers, dropped):
-            lines += (name, b": ", value, b"\r\n")
+        head = request.head
+        forwarded = head.notes.get("forwarded")
+        if forwarded is None:
+            forwarded = head.notes["forwarded"] = pipeline.forwarded_headers(head)
         size = sum(map(len, body))
-        lines.append(b"x-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (request.upstream_id.encode(), size))
-        return [b"".join(lines), *body]
+        start = b"%b %b HTTP/1.1\r\nhost: %b\r\n%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
+            head.method,
+            head.target,
+            worker.authority,
+            forwarded,
+            request.upstream_id.encode(),
+            size,
+        )
+        return [start, *body]
 
     # exchange.Listener
 

@@ -1,11 +1,12 @@
 """A request as the gateway understands it: what it asks for, on whose behalf, and what must change on its way."""
 
+import itertools
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import orjson
 
@@ -18,6 +19,25 @@ from gateway.tenants import Tenant
 SESSION_CHARACTERS_MAX = 256
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}").fullmatch
 _MULTIPART_MODEL = re.compile(rb'[; ]name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{1,512})\r\n')
+
+# Ids need only be unique: a number behind what this process drew once.
+_PROCESS_ID = os.urandom(4).hex()
+_numbers = itertools.count(1)
+
+_READ_KEYS = (
+    "model",
+    "stream",
+    "cache_salt",
+    "priority",
+    "max_completion_tokens",
+    "max_tokens",
+    "user",
+    "echo",
+    "logprobs",
+    "prompt_logprobs",
+)
+_KIND_NAMES: Mapping[type, str] = {str: "string", bool: "boolean"}
+Value = TypeVar("Value", str, bool)
 
 # Routes under /v1/ that change a worker rather than ask it something; `/v1/models` the gateway answers itself.
 _NOT_PASSED_ON = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/models"})
@@ -84,69 +104,102 @@ class Request:
         """The body to send, in parts: as received but for the keys the gateway owns."""
         if self.body is None:
             return [self.data] if self.data else []
+        body = self.body
         changes: dict[str, bytes | None] = {}
         if salt_json is not None:
             changes["cache_salt"] = salt_json
-        if not forward_kv_transfer_params and "kv_transfer_params" in self.body:
+        if not forward_kv_transfer_params and "kv_transfer_params" in body:
             changes["kv_transfer_params"] = None
-        if "request_id" in self.body:
+        if "request_id" in body:
             changes["request_id"] = orjson.dumps(self.upstream_id)
-        return self.body.spliced(changes) if changes else [self.data]
+        return body.spliced(changes) if changes else [self.data]
+
+
+class _HeadFields(NamedTuple):
+    """What a head alone says to the gateway."""
+
+    kind: Kind
+    client_id: str
+    content_type: bytes
+    policy: str
+    session: str
 
 
 def read_request(inbound: Inbound, tenant: Tenant, models: ServedModels) -> Request:
     """Understand a request. Raises BadRequest."""
-    head, path = inbound.head, inbound.path
-    kind = Kind.of(head.method.decode("latin-1"), path) or Kind.OTHER
-    fields = _gateway_fields(head)
-    client_id = _client_request_id(fields.get(b"x-request-id"))
-    unique = os.urandom(8).hex()
-    body = _read_body(inbound, kind, fields.get(b"content-type", b""))
+    head = inbound.head
+    fields: _HeadFields | None = head.notes.get("fields")
+    if fields is None:
+        fields = head.notes["fields"] = _head_fields(head, inbound.path)
+    unique = f"{_PROCESS_ID}{next(_numbers):08x}"
+    request_id, upstream_id = f"req-{unique}", f"req-{unique}"
+    if fields.client_id:
+        request_id, upstream_id = fields.client_id, f"{fields.client_id}-{unique}"
+    body = _read_body(inbound, fields.kind, fields.content_type)
     request = Request(
-        client_id or f"req-{unique}",
-        f"{client_id}-{unique}" if client_id else f"req-{unique}",
-        kind,
-        path,
-        head,
-        inbound.body,
-        body,
-        tenant,
-        "",
+        request_id, upstream_id, fields.kind, inbound.path, head, inbound.body, body, tenant, "", policy=fields.policy
     )
-    request.policy = fields.get(b"x-ropeway-policy", b"").decode("latin-1")
     if body is None:
-        request.model = _model_of_form(inbound.body, fields.get(b"content-type", b"")) or models.only_model()
+        request.model = _model_of_form(inbound.body, fields.content_type) or models.only_model()
     else:
         _read_keys(request, body, models)
-    request.session = (
-        fields.get(b"x-ropeway-session", b"").decode("latin-1")[:SESSION_CHARACTERS_MAX] or request.session
-    )
+    if fields.session:
+        request.session = fields.session
     return request
+
+
+def _head_fields(head: RequestHead, path: str) -> _HeadFields:
+    fields = _gateway_fields(head)
+    return _HeadFields(
+        Kind.of(head.method.decode("latin-1"), path) or Kind.OTHER,
+        _client_request_id(fields.get(b"x-request-id")),
+        fields.get(b"content-type", b""),
+        fields.get(b"x-ropeway-policy", b"").decode("latin-1"),
+        fields.get(b"x-ropeway-session", b"").decode("latin-1")[:SESSION_CHARACTERS_MAX],
+    )
 
 
 def request_id_of(head: RequestHead | None) -> str:
     """The id to put on an answer for a request that was refused before it was understood."""
     client_id = _client_request_id(head.get(b"x-request-id")) if head is not None else ""
-    return client_id or f"req-{os.urandom(8).hex()}"
+    return client_id or f"req-{_PROCESS_ID}{next(_numbers):08x}"
 
 
 def _read_keys(request: Request, body: Body, models: ServedModels) -> None:
-    model = body.text("model")
+    values = body.select(_READ_KEYS)
+    model = values.get("model")
     if not model:
         if request.kind is not Kind.OTHER:
             raise BadRequest("you must provide a model parameter", param="model")
         model = models.only_model()
-    request.model = model
-    request.streams = body.flag("stream")
-    request.client_salt = body.text("cache_salt") or ""
-    request.priority = body.number("priority")
-    request.output_tokens_max = body.number("max_completion_tokens") or body.number("max_tokens")
-    user = body.get("user")
+    request.model = _typed(model, "model", str)
+    if len(values) > 1:
+        _read_options(request, values)
+
+
+def _read_options(request: Request, values: Mapping[str, Any]) -> None:
+    request.streams = _typed(values.get("stream"), "stream", bool) or False
+    request.client_salt = _typed(values.get("cache_salt"), "cache_salt", str) or ""
+    request.priority = _integer(values.get("priority"))
+    request.output_tokens_max = _integer(values.get("max_completion_tokens")) or _integer(values.get("max_tokens"))
+    user = values.get("user")
     if isinstance(user, str):
         request.session = user[:SESSION_CHARACTERS_MAX]
-    echoes_logprobs = request.kind is Kind.COMPLETION and bool(body.get("echo")) and body.get("logprobs") is not None
+    echoes = request.kind is Kind.COMPLETION and bool(values.get("echo")) and values.get("logprobs") is not None
     # A count of 0 asks for them too.
-    request.skips_cache = echoes_logprobs or body.get("prompt_logprobs") is not None
+    request.skips_cache = echoes or values.get("prompt_logprobs") is not None
+
+
+def _typed(value: Any, key: str, kind: type[Value]) -> Value:
+    """A value of the given type, or None as it is. Raises BadRequest for any other."""
+    if value is not None and not isinstance(value, kind):
+        raise BadRequest(f"'{key}' must be a {_KIND_NAMES[kind]}.", param=key)
+    return value  # type: ignore[return-value]  # None only where the key may be absent
+
+
+def _integer(value: Any) -> int:
+    """For the gateway's own estimates: what is not an integer counts as absent."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 
 def _gateway_fields(head: RequestHead) -> Mapping[bytes, bytes]:

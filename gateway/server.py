@@ -1,6 +1,7 @@
 """The composition root: everything a gateway is made of, wired here and nowhere else."""
 
 import asyncio
+import gc
 import ipaddress
 import logging
 import signal
@@ -163,9 +164,17 @@ def run(config: GatewayConfig) -> int:
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
     sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
+    _calm_garbage_collector()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(_serve_config(config))
     return 0
+
+
+def _calm_garbage_collector() -> None:
+    """What is alive now stays alive, and requests leave no cycles: look for some a hundred times less often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(70_000, 20, 50)
 
 
 async def _serve_config(config: GatewayConfig) -> None:

@@ -9,7 +9,7 @@ than the decision.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from random import Random
 from typing import Any, NamedTuple, Protocol
@@ -25,6 +25,9 @@ class Evidence(StrEnum):
     HISTORY = "history"
     """Where prompts like this went before; the worker reports no events we trust."""
     NONE = "none"
+
+    # Enum's own hash is a Python function, and evidence is a dictionary key on the hot path.
+    __hash__ = str.__hash__
 
 
 class WorkerLoad(Protocol):
@@ -114,7 +117,9 @@ class Decision:
     explanation: str | Callable[[], str]
     """Why, in words; a function where putting it into words costs more than deciding did."""
     predicted_ttft_ms: float | None = None
-    costs: Sequence[float] = field(default_factory=tuple)
+    waits_seconds: Sequence[float] = ()
+    """Predicted wait of each candidate, where the policy looked at it: the live records move on."""
+    costs: Sequence[float] = ()
     """One for each worker of the snapshot, in its order; empty when the policy does not score. Smaller is better."""
 
     @property
@@ -144,8 +149,6 @@ class Receipt:
     decided_at: float
     """Wall-clock seconds."""
     decision_us: float = 0.0
-    waits_ms: Sequence[float] = field(default_factory=tuple)
-    """Predicted wait of each candidate when the decision was made (the live records have moved on since)."""
     renderer: str = ""
     tenant: str = ""
     seen_ttft_ms: float | None = None
@@ -156,7 +159,7 @@ class Receipt:
         """JSON form, as `POST /route/explain` answers it."""
         decision, chosen = self.decision, self.decision.worker
         costs: Sequence[float | None] = decision.costs or [None] * len(self.snapshot_workers)
-        waits: Sequence[float | None] = self.waits_ms or [None] * len(self.snapshot_workers)
+        waits: Sequence[float | None] = decision.waits_seconds or [None] * len(self.snapshot_workers)
         return {
             "request_id": self.request_id,
             "model": self.model,
@@ -185,7 +188,7 @@ class Receipt:
                     "confirmed_tokens": view.confirmed_tokens,
                     "tier_tokens": list(view.tier_tokens),
                     "evidence": view.evidence.value,
-                    "wait_ms": wait,
+                    "wait_ms": None if wait is None else wait * 1e3,
                     "cost": cost,
                 }
                 for view, cost, wait in zip(self.snapshot_workers, costs, waits, strict=True)

@@ -43,7 +43,7 @@ class KvAware:
         best = _pick(query, workers, costs, random)
         ttft = waits[best] + works[best]
         explain = partial(_explain, query, workers, costs, waits, works, best)
-        return Decision(workers[best], explain, ttft * 1e3, costs)
+        return Decision(workers[best], explain, ttft * 1e3, waits, costs)
 
 
 def _pick(query: Query, workers: Sequence[WorkerView], costs: Sequence[float], random: Random) -> int:

@@ -36,19 +36,23 @@ class ChainMultiset:
     def __repr__(self) -> str:
         return f"ChainMultiset({len(self._nodes)} nodes, {len(self)} blocks)"
 
-    def store(self, key: Key, chain: bytes) -> None:
-        """Count `chain` once more for `key`."""
-        position = 0
+    def store(self, key: Key, chain: bytes) -> int:
+        """Count `chain` once more for `key`. Returns how many leading blocks of it `key` held before."""
+        position = held = 0
         while position < len(chain):
             node = self._nodes.get(chain[position : position + HASH_BYTES])
             if node is None:
                 self._add(chain[position:], {key: 1})
-                return
+                break
             shared = _shared_bytes(node.names, chain, position)
             if shared < len(node.names):
                 self._split(node, shared)
-            node.counts[key] = node.counts.get(key, 0) + 1
             position += shared
+            count = node.counts.get(key, 0)
+            node.counts[key] = count + 1
+            if count:
+                held = position
+        return held // HASH_BYTES
 
     def remove(self, key: Key, chain: bytes) -> None:
         """Take back one `store` of this very chain. What was never stored, or was forgotten, changes nothing."""

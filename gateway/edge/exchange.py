@@ -11,7 +11,7 @@ The rules of the file:
 
 import asyncio
 import logging
-from enum import Enum
+from enum import StrEnum
 from typing import Protocol
 
 import orjson
@@ -43,7 +43,7 @@ _EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\n\n\r\n", b"\r\n\r\n\r\n")
 _DROPPED_FROM_ANSWERS = HOP_BY_HOP | {b"content-length", b"x-request-id"}
 
 
-class Ending(Enum):
+class Ending(StrEnum):
     """How an exchange ended."""
 
     COMPLETE = "complete"
@@ -52,6 +52,9 @@ class Ending(Enum):
     """After the first byte: the client got an error event or an aborted body."""
     REFUSED = "refused"
     """Before the first byte: the client got an error object."""
+
+    # Enum's own hash is a Python function, and endings are counted by key.
+    __hash__ = str.__hash__
 
 
 class Attempt(Protocol):
@@ -103,6 +106,7 @@ class Exchange:
     """Implements `upstream.Receiver`."""
 
     __slots__ = (
+        "_answer_head",
         "_attempts",
         "_body_bytes",
         "_client",
@@ -132,6 +136,8 @@ class Exchange:
         self._body_bytes = 0
         self._previous_chunk = self._last_chunk = b""
         self._rechunk = False
+        self._answer_head = b""
+        """Held back until the first bytes of the body, which follow at once."""
         self._undelivered: bytes | None = None
         """The incomplete chunk, where chunks must be unpacked (chunked upstream, HTTP/1.0 client)."""
         self._probed_bytes = -1
@@ -176,18 +182,17 @@ class Exchange:
 
     # upstream.Receiver
 
-    def response_started(self, head: ResponseHead) -> None:
+    def response_started(self, head: ResponseHead, body_follows: bool) -> None:
         self._head = head
-        lines = [status_line(head.status)]
-        event_stream = False
-        for name, value in forwardable(head.headers, _DROPPED_FROM_ANSWERS):
-            if name == b"content-type" and value.lower().startswith(b"text/event-stream"):
-                event_stream = True
-            lines += (name, b": ", value, b"\r\n")
-        if event_stream:
-            lines.append(_stream_headers(head.headers))
-        lines += (self._listener.attempt.answer_headers, self._framing(head), b"\r\n")
-        self._client.write(b"".join(lines))
+        forwarded = head.notes.get("forwarded")
+        if forwarded is None:
+            forwarded = head.notes["forwarded"] = _forwarded(head)
+        answer = b"%b%b%b\r\n" % (forwarded, self._listener.attempt.answer_headers, self._framing(head))
+        if body_follows and not self._rechunk and self._undelivered is None:
+            # One write for an answer that came in one read.
+            self._answer_head = answer
+        else:
+            self._client.write(answer)
 
     def _framing(self, head: ResponseHead) -> bytes:
         """The headers that say where our answer's body ends, and whether the connection does."""
@@ -217,6 +222,9 @@ class Exchange:
             except FramingError:
                 self._fail_midway(self._connection)
                 return
+        elif self._answer_head:
+            answer_head, self._answer_head = self._answer_head, b""
+            self._client.write(answer_head + data)
         elif data:
             self._client.write(data)
         if done:
@@ -239,7 +247,7 @@ class Exchange:
 
     def upstream_failed(self, reason: str, response_begun: bool, reused: bool) -> None:
         connection, self._connection = self._connection, None
-        if self._head is not None:
+        if self._head is not None and not self._answer_head:
             self._broke_midway(connection)
         elif response_begun:
             self._refuse(UpstreamFailed("The worker's answer was not valid HTTP."))
@@ -408,6 +416,16 @@ class Deadlines:
         self.first_byte_seconds = first_byte_seconds
         self.idle_seconds = idle_seconds
         self.now = 0.0
+
+
+def _forwarded(head: ResponseHead) -> bytes:
+    """The status line and the header lines of a worker's answer that its client gets."""
+    lines = [status_line(head.status)]
+    for name, value in forwardable(head.headers, _DROPPED_FROM_ANSWERS):
+        lines += (name, b": ", value, b"\r\n")
+    if any(name == b"content-type" and value.lower().startswith(b"text/event-stream") for name, value in head.headers):
+        lines.append(_stream_headers(head.headers))
+    return b"".join(lines)
 
 
 def _stream_headers(headers: Headers) -> bytes:

@@ -5,8 +5,9 @@ chunk headers, one `find` and one `int` for each, and leaves the bytes alone.
 """
 
 import re
+from collections.abc import Callable
 from http import HTTPStatus
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from gateway.errors import BadRequest, HeaderTooLarge
 
@@ -37,10 +38,13 @@ _TOKEN = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+").fullmatch
 _VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*").fullmatch
 _TARGET = re.compile(rb"[\x21-\x7e\x80-\xff]+").fullmatch
 _DIGITS = re.compile(rb"[0-9]{1,18}").fullmatch
+_LENGTH_LINE = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]+)[ \t]*(?=\r\n|$)", re.IGNORECASE)
 _CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,16})[ \t]*(?:;[\t\x20-\x7e\x80-\xff]*)?").fullmatch
 _STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9][0-9])(?: [\t\x20-\x7e\x80-\xff]*)?").fullmatch
 
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+
+_BODILESS = frozenset({204, 304})
 
 CHUNKED = -1
 UNTIL_CLOSE = -2
@@ -63,6 +67,12 @@ class RequestHead(NamedTuple):
     keep_alive: bool
     http10: bool
     expects_continue: bool
+    notes: dict[str, Any]
+    """What later stages have derived from the head alone. Heads that differ in their length only share it."""
+
+    def with_length(self, length: int) -> "RequestHead":
+        method, target, headers, _, keep_alive, http10, expects_continue, notes = self
+        return RequestHead(method, target, headers, length, keep_alive, http10, expects_continue, notes)
 
     @property
     def path(self) -> bytes:
@@ -82,6 +92,16 @@ class ResponseHead(NamedTuple):
     length: int
     """Body bytes, CHUNKED, or UNTIL_CLOSE."""
     keep_alive: bool
+    notes: dict[str, Any]
+    """As `RequestHead.notes`."""
+
+    def with_length(self, length: int) -> "ResponseHead":
+        status, headers, _, keep_alive, notes = self
+        # A status without a body has none whatever its head says.
+        return ResponseHead(status, headers, length if self.length or status not in _BODILESS else 0, keep_alive, notes)
+
+
+Head = TypeVar("Head", RequestHead, ResponseHead)
 
 
 def parse_request_head(head: bytes) -> RequestHead:
@@ -115,7 +135,8 @@ def parse_request_head(head: bytes) -> RequestHead:
         raise BadRequest("HTTP/1.1 requests need a Host header.")
     # An HTTP/1.0 client does not know what a 100 is.
     expects_continue = expect == b"100-continue" and not http10
-    return RequestHead(method, target, headers, length, _keeps_alive(connection, http10), http10, expects_continue)
+    keep_alive = _keeps_alive(connection, http10)
+    return RequestHead(method, target, headers, length, keep_alive, http10, expects_continue, {})
 
 
 def parse_response_head(head: bytes, request_method: bytes = b"POST") -> ResponseHead:
@@ -136,15 +157,54 @@ def parse_response_head(head: bytes, request_method: bytes = b"POST") -> Respons
         elif name == b"connection":
             connection = value.lower() if connection is None else connection + b"," + value.lower()
     keep_alive = _keeps_alive(connection, match[1] == b"0")
-    if request_method == b"HEAD" or status < 200 or status in (204, 304):
-        return ResponseHead(status, headers, 0, keep_alive)
+    if request_method == b"HEAD" or status < 200 or status in _BODILESS:
+        return ResponseHead(status, headers, 0, keep_alive, {})
     if chunked is not None:
         if chunked != b"chunked" or length is not None:
             raise FramingError("unsupported transfer coding in a response")
-        return ResponseHead(status, headers, CHUNKED, keep_alive)
+        return ResponseHead(status, headers, CHUNKED, keep_alive, {})
     if length is None:
-        return ResponseHead(status, headers, UNTIL_CLOSE, False)
-    return ResponseHead(status, headers, length, keep_alive)
+        return ResponseHead(status, headers, UNTIL_CLOSE, False, {})
+    return ResponseHead(status, headers, length, keep_alive, {})
+
+
+class HeadReader(Generic[Head]):
+    """Parses the heads that one connection receives.
+
+    A peer that keeps its connection open sends one head again and again, but for its Content-Length. Such a head costs
+    a comparison or two, and what was derived from it (`notes`) holds as well.
+    """
+
+    __slots__ = ("_after", "_before", "_head", "_parse")
+    _parse: Callable[[bytes], Head]
+
+    def __init__(self, parse: Callable[[bytes], Head]) -> None:
+        self._parse = parse
+        self._head: Head | None = None
+        self._before = b""
+        """The last head up to its Content-Length; all of it where it has none."""
+        self._after: bytes | None = None
+
+    def read(self, data: bytes) -> Head:
+        """As `parse`."""
+        head = self._head
+        if head is not None:
+            before, after = self._before, self._after
+            if after is None:
+                if data == before:
+                    return head
+            elif data.startswith(before) and data.endswith(after):
+                digits = data[len(before) : len(data) - len(after)]
+                if _DIGITS(digits):
+                    return head.with_length(int(digits))
+        head = self._head = self._parse(data)
+        lines = list(_LENGTH_LINE.finditer(data))
+        if len(lines) == 1 and head.length >= 0:
+            self._before, self._after = data[: lines[0].start(1)], data[lines[0].end(1) :]
+        else:
+            # Of two such lines, digits that change in one could contradict the other.
+            self._before, self._after = data, None
+        return head
 
 
 def _parse_fields(lines: list[bytes]) -> Headers:

@@ -31,6 +31,7 @@ from gateway.edge.http1 import (
     HEADER_BYTES_MAX,
     BodyEnd,
     FramingError,
+    HeadReader,
     RequestHead,
     dechunk,
     parse_request_head,
@@ -169,6 +170,7 @@ class EdgeProtocol(asyncio.Protocol):
         self._transport: asyncio.Transport = None  # type: ignore[assignment]  # set before any other callback
         self._state = State.IDLE
         self._buffer = b""
+        self._heads = HeadReader(parse_request_head)
         self._head: RequestHead | None = None
         self._path = ""
         self._end: BodyEnd | None = None
@@ -275,27 +277,47 @@ class EdgeProtocol(asyncio.Protocol):
                 self._refuse(HeaderTooLarge(header_bytes_max))
             return
         try:
-            head = parse_request_head(buffer[:end])
-            target, self._path = normalize_target(head.target)
-            self._head = head if target == head.target else head._replace(target=target)
+            head = self._heads.read(buffer[:end])
+            route = head.notes.get("route")
+            if route is None:
+                route = head.notes["route"] = self._route_of(head)
+            self._path, target, hot = route
+            self._head = head if target is None else head._replace(target=target)
             self.http10 = head.http10
             self._since = self._edge.deadlines.now
-            self._end = BodyEnd(head.length)
-            if self._edge.handler.owns(head.method.decode("latin-1"), self._path):
-                self._buffer = b""
-                self._begin_reading(self._head, buffer[end + 4 :])
+            start = end + 4
+            if not hot:
+                self._end = BodyEnd(head.length)
+                self._begin_inner(buffer, start)
+            elif 0 <= head.length <= len(buffer) - start:
+                # The common case: the whole message came with one read.
+                stop = start + head.length
+                self._buffer = buffer[stop:]
+                self._admit(head)
+                self._body_complete(buffer[start:stop])
             else:
-                self._begin_inner(buffer, end + 4)
+                self._buffer = b""
+                self._begin_reading(head, buffer[start:])
         except ServiceError as error:
             self._refuse(error)
         except Exception:
             logger.exception("the edge failed")
             self._refuse(InternalError())
 
-    def _begin_reading(self, head: RequestHead, rest: bytes) -> None:
+    def _route_of(self, head: RequestHead) -> tuple[str, bytes | None, bool]:
+        """(path, target where it must be written otherwise, whether the hot path serves it)."""
+        target, path = normalize_target(head.target)
+        hot = self._edge.handler.owns(head.method.decode("latin-1"), path)
+        return path, None if target == head.target else target, hot
+
+    def _admit(self, head: RequestHead) -> None:
         self._edge.handler.admit(head)
         if head.length > self._edge.limits.body_bytes_max:
             raise PayloadTooLarge(self._edge.limits.body_bytes_max)
+
+    def _begin_reading(self, head: RequestHead, rest: bytes) -> None:
+        self._admit(head)
+        self._end = BodyEnd(head.length)
         self._state = State.READING
         self._parts = []
         self._received_bytes = 0
@@ -318,13 +340,12 @@ class EdgeProtocol(asyncio.Protocol):
             self._parts.append(data if taken == len(data) else data[:taken])
         self._buffer = data[taken:]
         if self._end.done:
-            self._body_complete()
+            parts, self._parts = self._parts, []
+            self._body_complete(parts[0] if len(parts) == 1 else b"".join(parts))
 
-    def _body_complete(self) -> None:
+    def _body_complete(self, body: bytes) -> None:
         head = self._head
         assert head is not None  # noqa: S101
-        parts, self._parts = self._parts, []
-        body = parts[0] if len(parts) == 1 else b"".join(parts)
         self._state = State.BUSY
         try:
             if head.length == CHUNKED:

@@ -8,7 +8,7 @@ import asyncio
 import ssl
 from typing import Protocol, cast
 
-from gateway.edge.http1 import UNTIL_CLOSE, BodyEnd, FramingError, ResponseHead, parse_response_head
+from gateway.edge.http1 import UNTIL_CLOSE, BodyEnd, FramingError, HeadReader, ResponseHead, parse_response_head
 
 RESPONSE_HEAD_BYTES_MAX = 65_536
 
@@ -16,7 +16,9 @@ RESPONSE_HEAD_BYTES_MAX = 65_536
 class Receiver(Protocol):
     """Who gets a response. Exactly one of `response_body(..., done=True)` and `upstream_failed` ends it."""
 
-    def response_started(self, head: ResponseHead) -> None: ...
+    def response_started(self, head: ResponseHead, body_follows: bool) -> None:
+        """`body_follows`: bytes of the body have come with the head, and are delivered next."""
+        ...
 
     def response_body(self, data: bytes, done: bool) -> None:
         """Bytes of the body as they stand on the wire, chunk headers included where the head says CHUNKED."""
@@ -28,11 +30,12 @@ class Receiver(Protocol):
 
 
 class UpstreamConnection(asyncio.Protocol):
-    __slots__ = ("_end", "_head", "_head_bytes", "_paused", "_pool", "_receiver", "requests", "transport")
+    __slots__ = ("_end", "_head", "_head_bytes", "_heads", "_paused", "_pool", "_receiver", "requests", "transport")
 
     def __init__(self, pool: "UpstreamPool") -> None:
         self._pool = pool
         self._receiver: Receiver | None = None
+        self._heads = HeadReader(parse_response_head)
         self._head_bytes = b""
         self._head: ResponseHead | None = None
         self._end: BodyEnd | None = None
@@ -125,7 +128,7 @@ class UpstreamConnection(asyncio.Protocol):
                     raise FramingError("response head too large")
                 self._head_bytes = buffer
                 return b""
-            head = parse_response_head(buffer[:end])
+            head = self._heads.read(buffer[:end])
             buffer = buffer[end + 4 :]
             if head.status >= 200:
                 break
@@ -134,7 +137,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._head = head
         self._head_bytes = b""
         self._end = BodyEnd(head.length)
-        receiver.response_started(head)
+        receiver.response_started(head, bool(buffer))
         return buffer
 
     def _complete(self, receiver: Receiver, data: bytes, surplus: bool) -> None:

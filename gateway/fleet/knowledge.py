@@ -9,9 +9,9 @@ from cachecore.index.contract import Match, PrefixIndex
 from cachecore.scope import Fidelity
 from gateway.fleet.worker import ModelPool, Parity, WorkerRecord
 from policies.contract import Evidence, Snapshot, WorkerView
-from policies.estimates import FleetEstimates
+from policies.estimates import FleetEstimates, PrefillModel
 from policies.state.history import RoutingHistory
-from policies.state.inflight import InflightAccounting
+from policies.state.inflight import InflightAccounting, WorkerAccount, WorkerKey
 from policies.state.predictions import PredictedInsertions
 
 
@@ -24,6 +24,7 @@ class Knowledge:
         self.estimates = FleetEstimates()
         self.predictions = PredictedInsertions(ChainMultiset())
         self.history = RoutingHistory(ChainMultiset())
+        self._accounts: dict[WorkerKey, tuple[WorkerAccount, PrefillModel]] = {}
 
     def forget(self, worker: Worker) -> None:
         """One rank of one life of a worker has ended: nothing known of its cache holds any longer."""
@@ -36,6 +37,7 @@ class Knowledge:
         """The worker leaves the fleet for good."""
         self.forget(worker)
         key = (worker.name, worker.rank)
+        self._accounts.pop(key, None)
         self.accounting.remove_worker(*key)
         self.estimates.forget(key)
 
@@ -54,44 +56,48 @@ class Knowledge:
         # A full hit still computes its last token, and engines give up that token's whole block.
         cap = max(prompt_tokens - 1, 0) // block * block
         rates = self.accounting.rates(now, sum(len(record.holders) for record in candidates))
-        confirmed = _confirmed_blocks(match)
-        predicted = self.predictions.depths(chain, now) if chain else {}
-        recorded: Mapping[tuple[str, int], int] | None = None
+        confirmed = _confirmed_blocks(match) if match.depths else {}
+        predicted = recorded = _NOTHING
+        if chain:
+            # Of a worker whose events we follow we know what it will have; of another, what we sent it.
+            believed = [record.events_trusted and not own_history_only for record in candidates]
+            predicted = self.predictions.depths(chain, now) if any(believed) else _NOTHING
+            recorded = _NOTHING if all(believed) else self.history.depths(chain)
         views: list[WorkerView] = []
         for record in candidates:
             trusted = record.events_trusted and not own_history_only
             for holder in record.holders:
                 key = (holder.name, holder.rank)
-                tiers = (0, 0, 0)
-                matched_blocks, evidence = 0, Evidence.NONE
+                tiers, evidence = _NO_TIERS, Evidence.NONE
+                matched = 0
                 if record.parity is Parity.FAILED:
                     pass
                 elif trusted:
+                    evidence = Evidence.EXACT
                     depths = confirmed.get(holder)
                     if depths is not None:
-                        tiers = (min(depths[0] * block, cap), min(depths[1] * block, cap), min(depths[2] * block, cap))
-                        matched_blocks = depths[2]
-                    evidence = Evidence.EXACT
-                    if predicted and predicted.get(key, 0) > matched_blocks:
-                        matched_blocks, evidence = predicted[key], Evidence.PREDICTED
-                elif chain:
-                    if recorded is None:
-                        recorded = self.history.depths(chain)
-                    matched_blocks = recorded.get(key, 0)
-                    evidence = Evidence.HISTORY if matched_blocks else Evidence.NONE
-                views.append(
-                    WorkerView(
-                        holder.name,
-                        holder.rank,
-                        self.accounting.account(*key),
-                        self.estimates.prefill(key),
-                        min(matched_blocks * block, cap),
-                        tiers[2],
-                        tiers,
-                        evidence,
-                    )
-                )
+                        l0, l1, l2 = depths
+                        tiers = (min(l0 * block, cap), min(l1 * block, cap), min(l2 * block, cap))
+                        matched = tiers[2]
+                    expected = predicted.get(key, 0) * block
+                    if expected > matched < cap:
+                        matched, evidence = min(expected, cap), Evidence.PREDICTED
+                elif key in recorded:
+                    matched, evidence = min(recorded[key] * block, cap), Evidence.HISTORY
+                account, prefill = self._account(key)
+                views.append(WorkerView(holder.name, holder.rank, account, prefill, matched, tiers[2], tiers, evidence))
         return Snapshot(now, views, rates)
+
+    def _account(self, key: WorkerKey) -> tuple[WorkerAccount, PrefillModel]:
+        """The live records of one rank, looked up once in its membership."""
+        known = self._accounts.get(key)
+        if known is None:
+            known = self._accounts[key] = (self.accounting.account(*key), self.estimates.prefill(key))
+        return known
+
+
+_NOTHING: Mapping[WorkerKey, int] = {}
+_NO_TIERS = (0, 0, 0)
 
 
 def _confirmed_blocks(match: Match) -> dict[Worker, list[int]]:

@@ -78,7 +78,7 @@ class GatewayMetrics:
         self.refusals[status] += 1
 
     def ended(self, ending: Ending, status: int, seconds: float) -> None:
-        self.endings[(ending.value, status)] += 1
+        self.endings[(ending, status)] += 1
         self.duration.observe(seconds)
 
     def hit(self, receipt: Receipt, cached_tokens: int) -> None:

@@ -14,7 +14,9 @@ class ChainStore(Protocol):
     """Which worker is believed to hold which chain. Holdings are counted, as in `cachecore.index`: a block is held
     until it has been removed as often as it was stored, so overlapping chains can come and go independently."""
 
-    def store(self, key: WorkerKey, chain: bytes) -> None: ...
+    def store(self, key: WorkerKey, chain: bytes) -> int:
+        """Returns how many leading blocks of it the worker held before."""
+        ...
 
     def remove(self, key: WorkerKey, chain: bytes) -> None:
         """Take back one `store` of this very chain."""

@@ -58,8 +58,7 @@ class RoutingHistory:
         if tail in history.chains:
             history.chains.move_to_end(tail)
             return
-        depth = self._store.depths(chain).get(key, 0)
-        self._store.store(key, chain)
+        depth = self._store.store(key, chain)
         history.chains[tail] = chain
         history.blocks += len(chain) // HASH_BYTES
         if depth:

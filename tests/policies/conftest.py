@@ -21,8 +21,10 @@ class NaiveStore:
     def blocks(chain: bytes) -> list[bytes]:
         return [chain[start : start + HASH_BYTES] for start in range(0, len(chain), HASH_BYTES)]
 
-    def store(self, key: WorkerKey, chain: bytes) -> None:
+    def store(self, key: WorkerKey, chain: bytes) -> int:
+        held = self.depths(chain).get(key, 0)
         self.counts.setdefault(key, Counter()).update(self.blocks(chain))
+        return held
 
     def remove(self, key: WorkerKey, chain: bytes) -> None:
         counts = self.counts.get(key, Counter())
