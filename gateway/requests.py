@@ -172,7 +172,7 @@ def _read_keys(request: Request, body: Body, models: ServedModels) -> None:
         if request.kind is not Kind.OTHER:
             raise BadRequest("you must provide a model parameter", param="model")
         model = models.only_model()
-    request.model = _typed(model, "model", str)
+    request.model = _typed(model, "model", str) or ""
     if len(values) > 1:
         _read_options(request, values)
 
@@ -190,11 +190,11 @@ def _read_options(request: Request, values: Mapping[str, Any]) -> None:
     request.skips_cache = echoes or values.get("prompt_logprobs") is not None
 
 
-def _typed(value: Any, key: str, kind: type[Value]) -> Value:
+def _typed(value: Any, key: str, kind: type[Value]) -> Value | None:
     """A value of the given type, or None as it is. Raises BadRequest for any other."""
-    if value is not None and not isinstance(value, kind):
-        raise BadRequest(f"'{key}' must be a {_KIND_NAMES[kind]}.", param=key)
-    return value  # type: ignore[return-value]  # None only where the key may be absent
+    if value is None or isinstance(value, kind):
+        return value
+    raise BadRequest(f"'{key}' must be a {_KIND_NAMES[kind]}.", param=key)
 
 
 def _integer(value: Any) -> int:
