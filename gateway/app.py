@@ -101,6 +101,12 @@ def _add_public_routes(app: FastAPI, pipeline: Pipeline, status: StatusView) -> 
         headers = None if ready else {"retry-after": "1"}
         return JSONResponse({"ready": ready}, 200 if ready else 503, headers)
 
+    @app.api_route("/v1/chat/completions", methods=["GET", "PUT", "PATCH", "DELETE"], include_in_schema=False)
+    @app.api_route("/v1/completions", methods=["GET", "PUT", "PATCH", "DELETE"], include_in_schema=False)
+    async def not_posted(request: Request) -> Response:
+        """The edge serves POST; whatever else comes here is a mistake of the client's."""
+        raise MethodNotAllowed(request.method, ("POST",))
+
     @app.get("/v1/models", dependencies=tenant)
     async def models() -> dict[str, Any]:
         """The union of the workers' models."""

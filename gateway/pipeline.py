@@ -101,7 +101,6 @@ class Pipeline:
         request = self._read(inbound)
         pool, adapter = self.fleet.pool(request.model)
         request.adapter = adapter
-        self.fleet.candidates(pool, adapter)
         named = self._name(request, pool)
         if not isinstance(named, NamedPrompt):
             return self._begin_later(request, pool, named)
@@ -111,7 +110,7 @@ class Pipeline:
         return self._embark(request, pool, named, matched)
 
     async def _begin_later(self, request: Request, pool: ModelPool, naming: Awaitable[NamedPrompt]) -> "Journey":
-        named = await naming
+        named = await self._named(request, naming)
         matched = self._match(pool, request, named)
         return self._embark(request, pool, named, await matched if isinstance(matched, Awaitable) else matched)
 
@@ -124,9 +123,8 @@ class Pipeline:
         """The receipt of a request, which is sent nowhere and counted nowhere. Raises ServiceError."""
         request = self._read(inbound)
         pool, request.adapter = self.fleet.pool(request.model)
-        self.fleet.candidates(pool, request.adapter)
         named = self._name(request, pool)
-        named = await named if isinstance(named, Awaitable) else named
+        named = named if isinstance(named, NamedPrompt) else await self._named(request, named)
         matched = self._match(pool, request, named)
         matched = await matched if isinstance(matched, Awaitable) else matched
         choice = self._choose(request, pool, named, matched, ())
@@ -160,7 +158,18 @@ class Pipeline:
         try:
             return self.prompts.name(request, pool)
         except PromptError as error:
-            raise BadRequest(f"{error}", param="messages" if request.kind is Kind.CHAT else "prompt") from None
+            raise self._bad_prompt(request, error) from None
+
+    async def _named(self, request: Request, naming: Awaitable[NamedPrompt]) -> NamedPrompt:
+        try:
+            return await naming
+        except PromptError as error:
+            raise self._bad_prompt(request, error) from None
+
+    def _bad_prompt(self, request: Request, error: PromptError) -> BadRequest:
+        refusal = BadRequest(f"{error}", param="messages" if request.kind is Kind.CHAT else "prompt")
+        self.metrics.refused(refusal.status)
+        return refusal
 
     def _match(self, pool: ModelPool, request: Request, named: NamedPrompt) -> Match | Awaitable[Match]:
         if not named.chain or request.skips_cache:

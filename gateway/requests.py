@@ -24,17 +24,19 @@ _MULTIPART_MODEL = re.compile(rb'[; ]name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\
 _PROCESS_ID = os.urandom(4).hex()
 _numbers = itertools.count(1)
 
-_READ_KEYS = (
-    "model",
-    "stream",
-    "cache_salt",
-    "priority",
-    "max_completion_tokens",
-    "max_tokens",
-    "user",
-    "echo",
-    "logprobs",
-    "prompt_logprobs",
+_READ_KEYS = frozenset(
+    {
+        "model",
+        "stream",
+        "cache_salt",
+        "priority",
+        "max_completion_tokens",
+        "max_tokens",
+        "user",
+        "echo",
+        "logprobs",
+        "prompt_logprobs",
+    }
 )
 _KIND_NAMES: Mapping[type, str] = {str: "string", bool: "boolean"}
 Value = TypeVar("Value", str, bool)

@@ -13,7 +13,7 @@ its structure accounted for:
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -90,10 +90,9 @@ class Body:
         raw = self._raw.get(key)
         return None if raw is None else _read(key, raw)
 
-    def select(self, keys: Iterable[str]) -> dict[str, Any]:
+    def select(self, keys: Container[str]) -> dict[str, Any]:
         """The values of those of the given keys that are there."""
-        raw = self._raw
-        return {key: _read(key, raw[key]) for key in keys if key in raw}
+        return {key: _read(key, raw) for key, raw in self._raw.items() if key in keys}
 
     def spliced(self, changes: Mapping[str, bytes | None]) -> list[bytes]:
         """The body with top-level keys set to new raw JSON values, or taken out (None); the rest as received."""
