@@ -114,6 +114,7 @@ class Exchange:
         "_connection",
         "_deadlines",
         "_ended",
+        "_flowing",
         "_head",
         "_last_chunk",
         "_listener",
@@ -135,6 +136,8 @@ class Exchange:
         self._attempts = 0
         self._body_bytes = 0
         self._previous_chunk = self._last_chunk = b""
+        self._flowing = False
+        """The head and the first bytes of the body are out, and the rest is passed on as it is."""
         self._rechunk = False
         self._answer_head = b""
         """Held back until the first bytes of the body, which follow at once."""
@@ -208,6 +211,13 @@ class Exchange:
         return b"transfer-encoding: chunked\r\n" + client.connection_header
 
     def response_body(self, data: bytes, done: bool) -> None:
+        if self._flowing and not done:
+            # A chunk in the middle of a stream: what costs here is paid for every token.
+            self._silent_since = self._deadlines.now
+            self._body_bytes += len(data)
+            self._previous_chunk, self._last_chunk = self._last_chunk, data
+            self._client.write(data)
+            return
         if not self._body_bytes and data:
             self._report_first_byte()
         if done:
@@ -227,6 +237,7 @@ class Exchange:
             self._client.write(answer_head + data)
         elif data:
             self._client.write(data)
+            self._flowing = True
         if done:
             self._end(Ending.COMPLETE)
             self._client.answer_complete(not (self._client.http10 and self._head_length() < 0))

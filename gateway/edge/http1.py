@@ -6,6 +6,7 @@ chunk headers, one `find` and one `int` for each, and leaves the bytes alone.
 
 import re
 from collections.abc import Callable
+from functools import lru_cache
 from http import HTTPStatus
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -263,6 +264,15 @@ def forwardable(headers: Headers, dropped: frozenset[bytes]) -> Headers:
     return [field for field in headers if field[0] not in dropped and field[0] not in listed]
 
 
+@lru_cache(maxsize=1024)
+def _chunk_size(line: bytes) -> int:
+    """The size that a chunk header states. One model's chunks are much alike, so their headers repeat."""
+    match = _CHUNK_SIZE(line[:-1]) if line.endswith(b"\r") else None
+    if match is None:
+        raise FramingError("malformed chunk header")
+    return int(match[1], 16)
+
+
 class BodyEnd:
     """Finds the last byte of one body among the bytes fed to it.
 
@@ -314,11 +324,8 @@ class BodyEnd:
                 return size
             line = self._line + data[position:line_end]
             self._line = b""
-            match = _CHUNK_SIZE(line[:-1]) if line.endswith(b"\r") else None
-            if match is None:
-                raise FramingError("malformed chunk header")
+            chunk = _chunk_size(line)
             position = line_end + 1
-            chunk = int(match[1], 16)
             if not chunk:
                 self._trailer = True
                 continue

@@ -163,6 +163,9 @@ class _InnerProtocol(HttpToolsProtocol):
 class EdgeProtocol(asyncio.Protocol):
     """One client connection. Implements `exchange.Client`."""
 
+    write: Callable[[bytes], None]
+    """The transport's own."""
+
     def __init__(self, edge: Edge, uvicorn_arguments: dict[str, Any]) -> None:
         self._edge = edge
         self._arguments = uvicorn_arguments
@@ -197,6 +200,7 @@ class EdgeProtocol(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self.write = self._transport.write
         peer = transport.get_extra_info("peername")
         self._client = peer[0] if isinstance(peer, tuple) else ""
         self._server_state.connections.add(self)
@@ -404,9 +408,6 @@ class EdgeProtocol(asyncio.Protocol):
         if self._head is None or self._closing or not self._head.keep_alive:
             return b"connection: close\r\n"
         return b"connection: keep-alive\r\n" if self.http10 else b""
-
-    def write(self, data: bytes) -> None:
-        self._transport.write(data)
 
     def answer_complete(self, keep_alive: bool) -> None:
         self._exchange = None

@@ -16,7 +16,13 @@ _EXAMPLE = "example:\n  ropeway model fetch smollm2"
 
 def add_model_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Define `ropeway model`. The chosen command's function is left in `args.run`."""
-    model = subparsers.add_parser("model", help="fetch models")
+    model = subparsers.add_parser(
+        "model",
+        help="fetch models",
+        description="Models for the reference worker.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = model.add_subparsers(required=True, metavar="COMMAND")
     fetch = commands.add_parser(
         "fetch",
