@@ -57,7 +57,7 @@ def main() -> None:
     result = asyncio.run(run(arguments.model, arguments.rounds))
     for row in result["rows"]:  # type: ignore[attr-defined]
         print(
-            f"cold {row['cold_s']:.2f} s   hit {row['hit_s']:.3f} s   {row['ratio']:.1f}x   cached {row['cached_tokens']}"
+            f"cold {row['cold_s']:.2f} s, hit {row['hit_s']:.3f} s: {row['ratio']:.1f}x, {row['cached_tokens']} cached"
         )
     print(f"median ratio {result['ratio']:.1f}x (bar 10)")
     if arguments.json:
