@@ -109,14 +109,13 @@ class BlockHasher:
         `tokens` is `pack_tokens(...)`; a last partial block is left out. `extras`, when given, holds
         `canonical_extras` for each full block (or more).
         """
-        view = memoryview(tokens).cast("B")
+        data = bytes(tokens)
         copy, step = self._prefix.copy, self.block_bytes
         names: list[bytes] = []
         name: bytes = parent
-        for start in range(0, len(view) - step + 1, step):
+        for start in range(0, len(data) - step + 1, step):
             state = copy()
-            state.update(name)
-            state.update(view[start : start + step])
+            state.update(name + data[start : start + step])
             if extras is not None:
                 state.update(extras[start // step])
             name = state.digest()

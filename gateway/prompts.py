@@ -39,6 +39,7 @@ _CHAT_KEYS = (
     "continue_final_message",
     "chat_template_kwargs",
     "chat_template",
+    "reasoning_effort",
 )
 # Routes besides the named ones whose engines take a salt.
 _SALTED_PATHS = frozenset({"/v1/responses"})

@@ -21,10 +21,13 @@ import tokenizers
 from tokenizers import Tokenizer
 
 from cachecore.prompts.contract import PromptError, Rendered
-from cachecore.prompts.segments import Segmenter, added_tokens, markers_among
+from cachecore.prompts.outlines import Shape, is_small, read_shape
+from cachecore.prompts.segments import Cutter, Segmenter, added_tokens, markers_among
 from cachecore.prompts.template import ChatTemplates
 from cachecore.prompts.words import WordEncoder, encode_detached
 
+SHAPES_MAX = 1024
+"""Shapes of chats that are remembered; all are forgotten when there are more, as those in use are soon back."""
 _DETACHED_CHARACTERS_MIN = 1024
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _PROBE_CONVERSATION = (
@@ -66,6 +69,9 @@ class HuggingFaceRenderer:
         self._token_id_max = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self._words = WordEncoder.of(tokenizer)
         self._prefix, self._suffix = _surrounding_tokens(tokenizer)
+        self._shapes_met: set[Shape] = set()
+        self._cutters: dict[Shape, Cutter | None] = {}
+        """How chats of a shape are cut; None where their template has to run."""
         self._segmenter = Segmenter(self._useful_markers())
         self.segmented = bool(self._segmenter.markers) and self._segments_are_exact()
         """Whether prompts are cut; when not, each is one segment."""
@@ -93,11 +99,34 @@ class HuggingFaceRenderer:
         return cls(tokenizer, templates, special_tokens, _fingerprint(tokenizer, sources, special_tokens))
 
     def chat(self, request: Mapping[str, Any]) -> Rendered:
+        shaped = read_shape(request)
+        if shaped is not None:
+            shape, texts = shaped
+            cutter = self._cutters.get(shape)
+            if cutter is None:
+                self._learn_shape(request, shape, texts)
+            elif (segments := cutter.split(texts)) is not None:
+                return Rendered(segments)
         text, certain = self._templates.render(request)
         segments = self._segmenter.split(text)
         if certain is None:
             return Rendered(segments)
         return Rendered(_leading(segments, certain), complete=False)
+
+    def _learn_shape(self, request: Mapping[str, Any], shape: Shape, texts: list[str]) -> None:
+        """Find out about a shape the second time it is met: many never are."""
+        if shape in self._cutters or not is_small(shape):
+            return
+        if shape not in self._shapes_met:
+            if len(self._shapes_met) >= SHAPES_MAX:
+                self._shapes_met.clear()
+            self._shapes_met.add(shape)
+            return
+        if len(self._cutters) >= SHAPES_MAX:
+            self._cutters.clear()
+        outline = self._templates.outline(request, texts)
+        self._cutters[shape] = self._segmenter.cutter(outline) if outline is not None else None
+        self._shapes_met.remove(shape)
 
     def text(self, prompt: str) -> Rendered:
         return Rendered((*self._prefix, *self._segmenter.split(prompt), *self._suffix))

@@ -24,9 +24,9 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from cachecore.blocks import EMPTY_CHAIN, HASH_BYTES, Chain, PrefixHash, pack_tokens
+from cachecore.blocks import EMPTY_CHAIN, HASH_BYTES, TOKEN_BYTES, BlockHasher, Chain, PrefixHash, pack_tokens
 from cachecore.prompts.contract import NamedPrompt, Rendered
 from cachecore.scope import Naming
 
@@ -40,6 +40,7 @@ _NODE_BYTES = 600
 _TREE_SHARE = 0.75
 _KEPT_SHARE = 0.8
 _BYTES_PER_YIELD = 2**14
+_LITTLE_ENDIAN = sys.byteorder == "little"
 _YIELD_SECONDS = 50e-6
 """Long enough for the event loop's thread to take the GIL."""
 
@@ -52,31 +53,27 @@ class SegmentEncoder(Protocol):
     def encode(self, segment: str) -> "array[int]": ...
 
 
-class _Step(NamedTuple):
+class _Node:
     """A beginning of prompts, as its last segment left it."""
 
-    key: Hashable
-    """The segment's text; for the beginning that has no segment yet, what tells its root from others."""
-    token_count: int
-    """Of the whole beginning."""
-    chain: Chain
-    """Names of the blocks that the last segment completed."""
-    tail: bytes
-    """Packed tokens after the last full block."""
-    name: PrefixHash
-    """Of the last full block, or the root's."""
+    __slots__ = ("chain", "children", "key", "met_again", "name", "parent", "size_bytes", "tail", "token_count")
 
-
-class _Node:
-    __slots__ = ("children", "met_again", "parent", "size_bytes", "step")
-
-    def __init__(self, parent: "_Node | None", step: _Step) -> None:
-        self.parent = parent
-        """None for the top, and once evicted."""
-        self.step = step
+    def __init__(self, key: Hashable, token_count: int, chain: Chain, tail: bytes, name: PrefixHash) -> None:
+        self.key = key
+        """The segment's text; for the beginning that has no segment yet, what tells its root from others."""
+        self.token_count = token_count
+        """Of the whole beginning."""
+        self.chain = chain
+        """Names of the blocks that the last segment completed."""
+        self.tail = tail
+        """Packed tokens after the last full block."""
+        self.name = name
+        """Of the last full block, or the root's."""
+        self.parent: _Node | None = None
+        """None for the top, before it is inserted, and once evicted."""
         self.children: dict[Hashable, _Node] = {}
         self.met_again = False
-        self.size_bytes = _NODE_BYTES + sys.getsizeof(step.key) + len(step.chain) + len(step.tail)
+        self.size_bytes = _NODE_BYTES + sys.getsizeof(key) + len(chain) + len(tail)
 
 
 @dataclass(slots=True)
@@ -102,29 +99,55 @@ class Work:
     complete: bool
     node: _Node
     """The deepest known beginning."""
-    start: _Step
-    """Where to go on from: that of `node`, or an unknown root's."""
+    start: _Node
+    """Where to go on from: `node`, or an unknown root."""
     chains: list[Chain]
     missing: Sequence[str]
-    known_tokens: "dict[str, array[int]]"
-    """Tokens of missing segments, as far as they are cached; `compute` adds the others."""
+    last_is_short: bool
+    """The last missing segment gets no node."""
+    last_tokens: "array[int] | None"
+    """Its tokens, where they are cached."""
     missing_characters: int
     """How much text `compute` will encode: what it costs, ahead of time."""
-    steps: list[_Step]
+    nodes: list[_Node]
     """What `compute` found."""
+    new_last_tokens: "array[int] | None" = None
 
     def compute(self) -> NamedPrompt:
         """Encode and hash what is missing. Touches nothing shared, so it may run in a thread. Raises PromptError."""
-        _, token_count, _, tail, name = self.start
-        for segment in self.missing:
-            tokens = self.known_tokens.get(segment)
-            if tokens is None:
-                tokens = self.known_tokens[segment] = self.encoder.encode(segment)
-            token_count += len(tokens)
-            chain, tail, name = _extend(self.naming, name, tail, tokens)
-            self.chains.append(chain)
-            self.steps.append(_Step(segment, token_count, chain, tail, name))
-        return NamedPrompt(token_count, Chain(b"".join(self.chains)), self.complete)
+        start, missing, hasher = self.start, self.missing, self.naming.hasher
+        if not missing:
+            return NamedPrompt(start.token_count, Chain(b"".join(self.chains)), self.complete)
+        tokens = [*map(self.encoder.encode, missing if self.last_tokens is None else missing[:-1])]
+        if self.last_tokens is not None:
+            tokens.append(self.last_tokens)
+        elif self.last_is_short:
+            self.new_last_tokens = tokens[-1]
+        data = b"".join((start.tail, *(tokens if _LITTLE_ENDIAN else map(pack_tokens, tokens))))
+        if len(data) <= _BYTES_PER_YIELD or max(map(len, tokens)) * TOKEN_BYTES <= _BYTES_PER_YIELD:
+            chain = hasher.chain(start.name, data)
+        else:
+            chain = _chain_yielding(hasher, start.name, data)
+        self._add_nodes(tokens, data, chain)
+        count = start.token_count + (len(data) - len(start.tail)) // TOKEN_BYTES
+        return NamedPrompt(count, Chain(b"".join((*self.chains, chain))), self.complete)
+
+    def _add_nodes(self, tokens: "list[array[int]]", data: bytes, chain: Chain) -> None:
+        """Cut what was computed for all segments at their ends."""
+        block_bytes = self.naming.hasher.block_bytes
+        token_count, name, end = self.start.token_count, self.start.name, len(self.start.tail)
+        names_end = 0
+        segments = self.missing[:-1] if self.last_is_short else self.missing
+        for segment, segment_tokens in zip(segments, tokens, strict=False):
+            count = len(segment_tokens)
+            token_count += count
+            end += count * TOKEN_BYTES
+            blocks = end // block_bytes
+            names_start, names_end = names_end, blocks * HASH_BYTES
+            if names_end > names_start:
+                name = PrefixHash(chain[names_end - HASH_BYTES : names_end])
+            tail = data[blocks * block_bytes : end]
+            self.nodes.append(_Node(segment, token_count, Chain(chain[names_start:names_end]), tail, name))
 
 
 class PromptNamer:
@@ -135,7 +158,7 @@ class PromptNamer:
         self._tree_bytes_max = int(bytes_max * _TREE_SHARE)
         self._kept_bytes_max = int(self._tree_bytes_max * _KEPT_SHARE)
         self._tree_bytes = self._kept_bytes = 0
-        self._top = _Node(None, _Step("", 0, EMPTY_CHAIN, b"", PrefixHash(b"")))
+        self._top = _Node("", 0, EMPTY_CHAIN, b"", PrefixHash(b""))
         self._new_leaves: OrderedDict[_Node, None] = OrderedDict()
         self._kept_leaves: OrderedDict[_Node, None] = OrderedDict()
         self._tokens = _TokenCache(bytes_max - self._tree_bytes_max, self.counters)
@@ -155,10 +178,11 @@ class PromptNamer:
         """Token ids (typecode 'I') of a rendered prompt. Raises PromptError when it cannot be encoded."""
         joined = array("I")
         for segment in rendered.segments:
-            tokens = self._tokens.get(encoder.fingerprint, segment)
+            key = (encoder.fingerprint, segment)
+            tokens = self._tokens.get(key)
             if tokens is None:
                 tokens = encoder.encode(segment)
-                self._tokens.put(encoder.fingerprint, segment, tokens)
+                self._tokens.put(key, tokens)
             joined.extend(tokens)
         return joined
 
@@ -169,38 +193,37 @@ class PromptNamer:
         chains: list[Chain] = []
         missing = rendered.segments
         if node is None:
-            node, start = self._top, _Step(root_key, 0, EMPTY_CHAIN, b"", naming.root)
+            node, start = self._top, _Node(root_key, 0, EMPTY_CHAIN, b"", naming.root)
         else:
-            node = self._descend(node, missing, chains)
-            missing, start = missing[len(chains) :], node.step
-        tokens: dict[str, array[int]] = {}
-        characters = 0
-        for segment in missing:
-            cached = self._tokens.get(encoder.fingerprint, segment)
-            if cached is None:
-                characters += len(segment)
-            else:
-                tokens[segment] = cached
-        self.counters.misses += len(missing)
-        return Work(encoder, naming, rendered.complete, node, start, chains, missing, tokens, characters, [])
+            node = start = self._descend(node, missing, chains)
+            missing = missing[len(chains) :]
+        last_is_short, last_tokens, characters = False, None, 0
+        if missing:
+            last = missing[-1]
+            last_is_short = len(last) < LAST_SEGMENT_CHARACTERS_MIN
+            last_tokens = self._tokens.get((encoder.fingerprint, last)) if last_is_short else None
+            characters = sum(map(len, missing)) - (0 if last_tokens is None else len(last))
+            self.counters.misses += len(missing)
+        return Work(
+            encoder, naming, rendered.complete, node, start, chains, missing, last_is_short, last_tokens, characters, []
+        )
 
     def insert(self, work: Work) -> None:
         """Remember what a work computed."""
         self.counters.encoded_characters += work.missing_characters
-        steps, node = work.steps, work.node
-        if steps and len(work.missing[-1]) < LAST_SEGMENT_CHARACTERS_MIN:
-            last = work.missing[-1]
-            self._tokens.put(work.encoder.fingerprint, last, work.known_tokens[last])
-            steps = steps[:-1]
-        if not steps or (node.parent is None and node is not self._top):
+        nodes, parent = work.nodes, work.node
+        if work.new_last_tokens is not None:
+            self._tokens.put((work.encoder.fingerprint, work.missing[-1]), work.new_last_tokens)
+        if not nodes or (parent.parent is None and parent is not self._top):
             return
-        if node is self._top:
-            node = self._child(node, work.start)
-        for step in steps:
-            node = self._child(node, step)
-        if not node.children and not node.met_again:
-            self._new_leaves[node] = None
-        self._make_room()
+        if parent is self._top:
+            parent = self._child(parent, work.start)
+        for node in nodes:
+            parent = self._child(parent, node)
+        if not parent.children and not parent.met_again:
+            self._new_leaves[parent] = None
+        if self._tree_bytes > self._tree_bytes_max:
+            self._make_room()
 
     def _descend(self, node: _Node, segments: Sequence[str], chains: list[Chain]) -> _Node:
         """The deepest node on the path of `segments`; `chains` gains what the path's nodes hold."""
@@ -209,7 +232,7 @@ class PromptNamer:
             if child is None:
                 break
             node = child
-            chains.append(node.step.chain)
+            chains.append(node.chain)
             if not node.met_again:
                 self._keep(node)
         if not node.children and node.met_again:
@@ -225,17 +248,21 @@ class PromptNamer:
             del self._new_leaves[node]
             self._kept_leaves[node] = None
 
-    def _child(self, node: _Node, step: _Step) -> _Node:
-        child = node.children.get(step.key)
-        if child is not None:
-            return child
-        if not node.children:
-            (self._kept_leaves if node.met_again else self._new_leaves).pop(node, None)
-        child = node.children[step.key] = _Node(node, step)
-        self._tree_bytes += child.size_bytes
-        self.counters.bytes += child.size_bytes
-        self.counters.nodes += 1
-        return child
+    def _child(self, parent: _Node, node: _Node) -> _Node:
+        """`node` as a child of `parent`, or the equal one that is there."""
+        children = parent.children
+        known = children.get(node.key)
+        if known is not None:
+            return known
+        if not children:
+            (self._kept_leaves if parent.met_again else self._new_leaves).pop(parent, None)
+        children[node.key] = node
+        node.parent = parent
+        self._tree_bytes += node.size_bytes
+        counters = self.counters
+        counters.bytes += node.size_bytes
+        counters.nodes += 1
+        return node
 
     def _make_room(self) -> None:
         while self._tree_bytes > self._tree_bytes_max:
@@ -252,7 +279,7 @@ class PromptNamer:
         self.counters.evicted += 1
         if parent is None:
             return
-        del parent.children[node.step.key]
+        del parent.children[node.key]
         if parent.children or parent is self._top:
             return
         if parent.met_again:
@@ -263,31 +290,23 @@ class PromptNamer:
             self._new_leaves.move_to_end(parent, last=False)
 
 
-class _TokenCache:
-    """Tokens by segment, within `bytes_max`; the least recently used goes first."""
+class _TokenCache(dict[tuple[str, str], "array[int]"]):
+    """Tokens by fingerprint and segment, within `bytes_max`; the oldest goes first, and is soon back if it matters."""
 
     def __init__(self, bytes_max: int, counters: NamerCounters) -> None:
+        super().__init__()
         self._bytes_max = bytes_max
         self._bytes = 0
         self._counters = counters
-        self._entries: OrderedDict[tuple[str, str], array[int]] = OrderedDict()
 
-    def get(self, fingerprint: str, segment: str) -> "array[int] | None":
-        key = (fingerprint, segment)
-        tokens = self._entries.get(key)
-        if tokens is not None:
-            self._entries.move_to_end(key)
-        return tokens
-
-    def put(self, fingerprint: str, segment: str, tokens: "array[int]") -> None:
-        key = (fingerprint, segment)
-        if key in self._entries:
+    def put(self, key: tuple[str, str], tokens: "array[int]") -> None:
+        if key in self:
             return
-        self._entries[key] = tokens
-        self._account(_entry_bytes(segment, tokens))
+        self[key] = tokens
+        self._account(_entry_bytes(key[1], tokens))
         while self._bytes > self._bytes_max:
-            (_, dropped), tokens = self._entries.popitem(last=False)
-            self._account(-_entry_bytes(dropped, tokens))
+            oldest = next(iter(self))
+            self._account(-_entry_bytes(oldest[1], self.pop(oldest)))
             self._counters.evicted += 1
 
     def _account(self, change_bytes: int) -> None:
@@ -319,26 +338,11 @@ def _entry_bytes(segment: str, tokens: "array[int]") -> int:
     return _NODE_BYTES + sys.getsizeof(segment) + sys.getsizeof(tokens)
 
 
-def _extend(naming: Naming, name: PrefixHash, tail: bytes, token_ids: "array[int]") -> tuple[Chain, bytes, PrefixHash]:
-    """Names of the blocks that `token_ids` complete, what is left after them, and the last name."""
-    data = tail + pack_tokens(token_ids)
-    step = naming.hasher.block_bytes
-    end = len(data) - len(data) % step
-    if not end:
-        return EMPTY_CHAIN, data, name
-    if end <= _BYTES_PER_YIELD:
-        chain = naming.hasher.chain(name, data)
-    else:
-        chain = _chain_yielding(naming, name, memoryview(data)[:end])
-    return chain, data[end:], PrefixHash(chain[-HASH_BYTES:])
-
-
-def _chain_yielding(naming: Naming, name: PrefixHash, data: memoryview) -> Chain:
-    """As `BlockHasher.chain`, for full blocks, giving other threads the GIL now and then."""
-    hasher = naming.hasher
+def _chain_yielding(hasher: BlockHasher, name: PrefixHash, data: bytes) -> Chain:
+    """As `BlockHasher.chain`, giving other threads the GIL now and then."""
     stride = max(_BYTES_PER_YIELD // hasher.block_bytes, 1) * hasher.block_bytes
     parts: list[Chain] = []
-    for start in range(0, len(data), stride):
+    for start in range(0, len(data) - hasher.block_bytes + 1, stride):
         part = hasher.chain(name, data[start : start + stride])
         name = PrefixHash(part[-HASH_BYTES:])
         parts.append(part)

@@ -9,6 +9,9 @@ Each segment begins with its marker. Tokenizers that treat the very first piece 
 `prepend_scheme: first`) see it in the first segment only, as in the whole.
 
 Cuts depend on the text before them alone, so a conversation that grows keeps its segments.
+
+Where literals and texts of a prompt are known apart (`Outline`), the cuts inside literals are known too, and texts need
+only be searched for markers of their own. `Cutter` then finds the segments that `Segmenter.split` finds in the whole.
 """
 
 import re
@@ -18,8 +21,14 @@ from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
+from cachecore.prompts.outlines import Outline, Slot
+
 SEGMENT_CHARACTERS_MIN = 40
 """Headers stay with the text they introduce: `<|im_end|>\\n<|im_start|>user\\n` is no segment of its own."""
+OUTLINE_SLOTS_MAX = 2048
+OUTLINE_CHARACTERS_MAX = 2**17
+CUT_CHARACTERS_MAX = 2**25
+"""Of long texts in a prompt that is cut by its outline; a longer one goes the way that knows what is too long."""
 INTERNED_CHARACTERS_MIN = 1024
 INTERNED_CHARACTERS_MAX = 8 * 2**20
 _INTERNED_HEAD_CHARACTERS = 64
@@ -92,6 +101,17 @@ class _LongSegments:
         self._by_head.move_to_end(head)
         return [segment for segment in known if text.startswith(segment, start)]
 
+    def find_joined(self, before: str, text: str, after: str) -> str | None:
+        """The known segment that is the three together."""
+        head = (before + text[:_INTERNED_HEAD_CHARACTERS])[:_INTERNED_HEAD_CHARACTERS]
+        start, end = len(before), len(before) + len(text)
+        for segment in self._by_head.get(head, ()):
+            around = segment.startswith(before) and len(segment) == end + len(after) and segment.startswith(after, end)
+            if around and segment.startswith(text, start):
+                self._by_head.move_to_end(head)
+                return segment
+        return None
+
     def add(self, segment: str) -> None:
         head = segment[:_INTERNED_HEAD_CHARACTERS]
         known = self._by_head.setdefault(head, [])
@@ -110,7 +130,7 @@ class Segmenter:
 
     def __init__(self, markers: Iterable[str]) -> None:
         self.markers = sorted(markers, key=len, reverse=True)
-        self._head = common_prefix(self.markers)
+        self.head = common_prefix(self.markers)
         self._pattern = re.compile("|".join(map(re.escape, self.markers)))
         self._match = self._pattern.match
         self._long = _LongSegments()
@@ -141,11 +161,105 @@ class Segmenter:
 
     def _find(self, text: str, start: int) -> int:
         """Where the next marker begins, or -1."""
-        if not self._head:
+        if not self.head:
             found = self._pattern.search(text, start)
             return found.start() if found else -1
         # str.find runs at memory speed, a search of `re` an order of magnitude slower.
-        at = text.find(self._head, start)
+        at = text.find(self.head, start)
         while at >= 0 and not self._match(text, at):
-            at = text.find(self._head, at + 1)
+            at = text.find(self.head, at + 1)
         return at
+
+    def cutter(self, outline: Outline) -> "Cutter | None":
+        """For prompts of an outline; None where a text could make a marker together with the literals around it."""
+        if not self.markers or not 1 <= len(outline.slots) <= OUTLINE_SLOTS_MAX:
+            return None
+        if sum(map(len, outline.literals)) > OUTLINE_CHARACTERS_MAX:
+            return None
+        *inner, last = outline.literals[1:]
+        for marker in self.markers:
+            for at in range(1, len(marker)):
+                begun, left = marker[:at], marker[at:]
+                if last.startswith(left) or any(literal.endswith(begun) for literal in outline.literals[:-1]):
+                    return None
+                if any(literal.startswith(left) or left.startswith(literal) for literal in inner):
+                    return None
+        return Cutter(self, outline)
+
+    def cuts(self, literal: str) -> list["Cut"]:
+        """The cuts of a literal, of which the first that comes late enough is made."""
+        cuts = []
+        for found in self._pattern.finditer(literal):
+            *segments, rest = self.split(literal[found.start() :])
+            cuts.append(Cut(SEGMENT_CHARACTERS_MIN - found.start(), literal[: found.start()], segments, rest))
+        return cuts
+
+    def join(self, before: str, text: str, after: str) -> str | None:
+        """The three as one long segment that a marker follows; None where `text` may hold markers."""
+        segment = self._long.find_joined(before, text, after)
+        if segment is None and not self.search(text):
+            segment = before + text + after
+            self._long.add(segment)
+        return segment
+
+    def search(self, text: str) -> bool:
+        """Whether there may be markers in a text."""
+        return (self.head in text) if self.head else self._pattern.search(text) is not None
+
+
+class Cut(NamedTuple):
+    """A place in a literal where the segment that the text before it belongs to may end."""
+
+    least: int
+    """Characters of that segment before the literal from which on it is long enough."""
+    end: str
+    """What the literal adds to it."""
+    segments: Sequence[str]
+    """Further segments that end within the literal."""
+    rest: str
+    """How the next segment begins."""
+
+
+class Cutter:
+    """Cuts the prompts of one outline, without looking at more than their texts."""
+
+    def __init__(self, segmenter: Segmenter, outline: Outline) -> None:
+        self._outline = outline
+        first, *literals = outline.literals
+        *self._segments, self._rest = segmenter.split(first) or [""]
+        self._literals = [(literal, segmenter.cuts(literal)) for literal in literals]
+        self._in_order = outline.slots == tuple(Slot(index, False) for index in range(outline.slots[-1].message + 1))
+        self._size_max = CUT_CHARACTERS_MAX // len(literals)
+        self._head, self._search, self._join = segmenter.head, segmenter.search, segmenter.join
+
+    def split(self, texts: Sequence[str]) -> list[str] | None:
+        """The segments of a prompt with these texts; None where they may hold markers themselves."""
+        values = texts if self._in_order else self._outline.values(texts)
+        segments, before = self._segments.copy(), self._rest
+        head, size_max = self._head, self._size_max
+        for value, (literal, cuts) in zip(values, self._literals, strict=False):
+            size = len(value)
+            if size >= INTERNED_CHARACTERS_MIN and cuts:
+                _, end, further, rest = cuts[0]
+                segment = self._join(before, value, end) if size <= size_max else None
+                if segment is None:
+                    return None
+                segments.append(segment)
+                segments += further
+                before = rest
+                continue
+            if size > size_max or ((head in value) if head else self._search(value)):
+                return None
+            before += value
+            size = len(before)
+            for least, end, further, rest in cuts:
+                if size >= least:
+                    segments.append(before + end)
+                    segments += further
+                    before = rest
+                    break
+            else:
+                before += literal
+        if before:
+            segments.append(before)
+        return segments

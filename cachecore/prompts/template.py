@@ -28,7 +28,9 @@ from jinja2.utils import Namespace
 
 from cachecore.prompts.contract import PromptError
 from cachecore.prompts.messages import Conversation, Message, read_conversation, read_flags, read_tools
+from cachecore.prompts.outlines import Outline
 from cachecore.prompts.segments import common_prefix
+from cachecore.prompts.tracing import GuardedTemplate
 
 RENDERED_CHARACTERS_MAX = 64 * 2**20
 REQUEST_TEMPLATE_CHARACTERS_MAX = 64 * 2**10
@@ -127,6 +129,8 @@ class ChatTemplate:
         self._root = template.root_render_func
         self._blocks = template.blocks
         self._variables = {**template.globals, **special_tokens}
+        # A stranger's program is not worth the effort.
+        self.guarded = None if bounded else _guarded(source, special_tokens, clock)
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """The prompt's text. Raises PromptError with the template's own words when it refuses."""
@@ -191,10 +195,38 @@ class ChatTemplates:
 
         Returns the text and None, or, for a conversation with images, how many of its leading characters are certain.
         """
+        template, variables, conversation = self._prepare(request)
+        if conversation.media:
+            return template.render_beginning(variables, conversation)
+        if request.get("continue_final_message"):
+            return template.render_continued(variables), None
+        return template.render(variables), None
+
+    def outline(self, request: Mapping[str, Any], texts: Sequence[str]) -> Outline | None:
+        """How all requests of this one's shape are rendered; None when the template looks at texts, or refuses.
+
+        `texts` are those of the messages, which hold nothing else but a role (`read_shape`).
+        """
+        try:
+            guarded = self._prepare(request)[0].guarded
+            if guarded is None:
+                return None
+            messages = [
+                {**message, "content": guarded.placeholder(index)} for index, message in enumerate(request["messages"])
+            ]
+            outline = guarded.outline(self._prepare({**request, "messages": messages})[1])
+            if outline is None or outline.filled(texts) != self.render(request)[0]:
+                return None
+        except PromptError:
+            return None
+        return outline
+
+    def _prepare(self, request: Mapping[str, Any]) -> tuple[ChatTemplate, dict[str, Any], Conversation]:
+        """The template to render, and what with. Raises PromptError."""
         tools = read_tools(request)
         template = self._select(request, tools is not None)
         conversation = read_conversation(request, wrap_text=template.wrap_text)
-        add_generation_prompt, continue_final_message = read_flags(request)
+        add_generation_prompt, _ = read_flags(request)
         variables: dict[str, Any] = {"documents": None}
         if request.get("chat_template_kwargs"):
             variables.update(_extra_variables(request["chat_template_kwargs"]))
@@ -205,11 +237,7 @@ class ChatTemplates:
         variables["messages"] = conversation.messages
         variables["tools"] = tools
         variables["add_generation_prompt"] = add_generation_prompt
-        if conversation.media:
-            return template.render_beginning(variables, conversation)
-        if continue_final_message:
-            return template.render_continued(variables), None
-        return template.render(variables), None
+        return template, variables, conversation
 
     def _select(self, request: Mapping[str, Any], with_tools: bool) -> ChatTemplate:
         wanted = request.get("chat_template")
@@ -239,6 +267,14 @@ class ChatTemplates:
         else:
             self._requested.move_to_end(source)
         return template
+
+
+def _guarded(source: str, special_tokens: Mapping[str, str], clock: Callable[[], datetime]) -> GuardedTemplate | None:
+    environment = _Environment(clock)
+    try:
+        return GuardedTemplate(environment, source, special_tokens)
+    except Exception:  # whatever is not understood about a template, it can still be rendered
+        return None
 
 
 def iterates_over_content(tree: nodes.Template) -> bool:

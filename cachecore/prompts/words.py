@@ -17,12 +17,12 @@ import re
 import sys
 import time
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from cachecore.prompts.segments import added_tokens
+from cachecore.prompts.segments import added_tokens, common_prefix
 
 CHUNK_CHARACTERS = 1024
 CHUNKS_PER_YIELD = 16
@@ -31,6 +31,8 @@ YIELD_SECONDS = 50e-6
 time it wakes; with no time at all this thread has the GIL back before the loop's thread is awake."""
 LOOKED_UP_CHARACTERS_MAX = 2**14
 """A longer chunk holds no two words in a row: no prose, and better tokenized where the GIL is not held."""
+HEADS_CACHED_MAX = 1024
+HEAD_CHARACTERS_CACHED_MAX = 256
 WORDS_CACHED_MAX = 65_536
 WORD_CHARACTERS_CACHED_MAX = 64
 
@@ -80,11 +82,13 @@ class WordEncoder:
     def __init__(self, tokenizer: Tokenizer, pattern: str) -> None:
         self._tokenizer = tokenizer
         self._findall = re.compile(pattern, re.ASCII).findall
-        self._words = _Words(tokenizer.model)
+        self._word = _Words(tokenizer.model).__getitem__
         ids = {token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items()}
         contents = sorted(ids, key=len, reverse=True)
         self._split = re.compile(f"({'|'.join(map(re.escape, contents))})").split if contents else None
         self._added = {content: token_id.to_bytes(4, sys.byteorder) for content, token_id in ids.items()}
+        self._bounds = _bounds(contents)
+        self._heads: dict[str, bytes] = {"": b""}
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "WordEncoder | None":
@@ -97,22 +101,46 @@ class WordEncoder:
 
     def encode(self, text: str) -> "array[int]":
         """The ids that the tokenizer gives, special tokens not added."""
-        packed: list[bytes] = []
+        if self._bounds is None:
+            return array("I", b"".join(self._encode_parts(text)))
+        # Most times only a header of the template holds added tokens, and there are few headers.
+        opening, closing = self._bounds
+        last = text.rfind(opening)
+        end = text.find(closing, last) + len(closing) if last >= 0 else 0
+        packed = self._heads.get(text[:end])
+        if packed is None or end <= last:
+            if text[last:end] not in self._added:
+                return array("I", b"".join(self._encode_parts(text)))
+            packed = self._encode_head(text[:end])
+        piece = text[end:]
+        if len(piece) <= CHUNK_CHARACTERS and piece.isascii():
+            return array("I", packed + b"".join(map(self._word, self._findall(piece))))
+        return array("I", packed + b"".join(self._encode_piece(piece)))
+
+    def _encode_head(self, head: str) -> bytes:
+        """A text that ends with an added token."""
+        packed = b"".join(self._encode_parts(head))
+        if len(head) <= HEAD_CHARACTERS_CACHED_MAX:
+            if len(self._heads) >= HEADS_CACHED_MAX:
+                self._heads = {"": b""}
+            self._heads[head] = packed
+        return packed
+
+    def _encode_parts(self, text: str) -> Iterator[bytes]:
         for piece in self._split(text) if self._split else [text]:
             added = self._added.get(piece)
             if added is not None:
-                packed.append(added)
-            elif len(piece) <= CHUNK_CHARACTERS:
-                packed += self._encode_chunk(piece)
+                yield added
             else:
-                packed += self._encode_long(piece)
-        token_ids = array("I")
-        token_ids.frombytes(b"".join(packed))
-        return token_ids
+                yield from self._encode_piece(piece)
+
+    def _encode_piece(self, piece: str) -> Iterable[bytes]:
+        """A text without added tokens."""
+        return self._encode_chunk(piece) if len(piece) <= CHUNK_CHARACTERS else self._encode_long(piece)
 
     def _encode_chunk(self, chunk: str) -> Iterable[bytes]:
         if len(chunk) <= LOOKED_UP_CHARACTERS_MAX and chunk.isascii():
-            return map(self._words.__getitem__, self._findall(chunk))
+            return map(self._word, self._findall(chunk))
         return [array("I", encode_detached(self._tokenizer, chunk)).tobytes()]
 
     def _encode_long(self, text: str) -> Iterator[bytes]:
@@ -151,6 +179,21 @@ def encode_detached(tokenizer: Tokenizer, text: str) -> list[int]:
     """Encode without holding the GIL: `Tokenizer.encode` keeps it, the batch calls do not (nor compute offsets)."""
     token_ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
     return token_ids
+
+
+def _bounds(contents: Sequence[str]) -> tuple[str, str] | None:
+    """How all added tokens begin and end, if nothing in them looks like that elsewhere.
+
+    Then a text's last added token begins at the last such beginning, if at all, and ends at the next such end.
+    """
+    opening = common_prefix(contents)
+    closing = common_prefix([content[::-1] for content in contents])[::-1]
+    if not opening or not closing:
+        return None
+    alone = (
+        content.rfind(opening) == 0 and content.find(closing, 1) == len(content) - len(closing) for content in contents
+    )
+    return (opening, closing) if all(alone) else None
 
 
 def _chunks(text: str) -> Iterator[str]:

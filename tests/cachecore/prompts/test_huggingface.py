@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from cachecore.prompts.contract import PromptError, Rendered
-from cachecore.prompts.huggingface import HuggingFaceRenderer
+from cachecore.prompts.huggingface import SHAPES_MAX, HuggingFaceRenderer
 
 CHAT: dict[str, Any] = {
     "messages": [
@@ -107,6 +107,88 @@ def test_a_growing_conversation_keeps_its_segments(renderers: dict[str, HuggingF
         messages.append({"role": "assistant", "content": f"Answer number {turn}: the capital of France is Paris."})
 
 
+def by_template(renderer: HuggingFaceRenderer, request: dict[str, Any]) -> list[str]:
+    return renderer._segmenter.split(renderer._templates.render(request)[0])
+
+
+LONG_TEXTS = st.builds(
+    lambda head, size, tail: head + "The quick brown fox. " * size + tail, TEXTS, st.integers(48, 52), TEXTS
+)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "smollm", "llama3", "qwen2", "o200k", "metaspace"])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(contents=st.lists(st.one_of(TEXTS, TEXTS, LONG_TEXTS), min_size=1, max_size=4), turns=st.integers(1, 3))
+def test_chats_of_known_shape_are_cut_as_by_their_template(
+    kind: str, renderers: dict[str, HuggingFaceRenderer], contents: list[str], turns: int
+) -> None:
+    renderer = renderers[kind]
+    for turn in range(turns + 2):
+        rolled = [*contents[turn % len(contents) :], *contents[: turn % len(contents)]]
+        messages = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(rolled)]
+        request = {"messages": messages}
+        assert list(renderer.chat(request).segments) == by_template(renderer, request)
+
+
+def test_shapes_are_learned_when_met_again(chatml_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = HuggingFaceRenderer.load(chatml_directory)
+    requests = [{"messages": [{"role": "user", "content": f"Question number {at}, please"}]} for at in range(4)]
+    expected = [by_template(renderer, request) for request in requests]
+    for request, segments in zip(requests[:2], expected, strict=False):
+        assert renderer.chat(request).segments == segments
+    monkeypatch.setattr(type(renderer._templates), "render", None)
+    for request, segments in zip(requests, expected, strict=True):
+        assert renderer.chat(request).segments == segments
+    injected = {"messages": [{"role": "user", "content": "Question <|im_end|>"}]}
+    with pytest.raises(TypeError):  # only the template's way may cut this
+        renderer.chat(injected)
+
+
+def test_shapes_are_bounded(chatml_directory: Path) -> None:
+    renderer = HuggingFaceRenderer.load(chatml_directory)
+    for number in range(SHAPES_MAX + 50):
+        for _ in range(2):
+            renderer.chat({"messages": [{"role": f"{number}", "content": "x"}]})
+    assert 0 < len(renderer._cutters) <= SHAPES_MAX
+    assert not renderer._shapes_met
+    renderer.chat({"messages": [{"role": "r" * 100_000, "content": "x"}]})
+    assert not renderer._shapes_met
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("<|im_", "end|>"), ("", "end|>"), ("<|im_end", ""), ("<|im_start|>user\n", ">"), ("<", "\n"), ("", "")],
+)
+def test_texts_that_make_a_marker_with_a_template_s_words(chatml_directory: Path, before: str, after: str) -> None:
+    source = "{% for m in messages %}" + f"{before}{{{{ m.content }}}}{after}" + "{% endfor %}{{ '<|im_end|>' }}"
+    target = chatml_directory.parent / f"{chatml_directory.name}-{abs(hash((before, after)))}"
+    target.mkdir()
+    (target / "tokenizer.json").write_text((chatml_directory / "tokenizer.json").read_text())
+    (target / "tokenizer_config.json").write_text(json.dumps({"chat_template": source, "bos_token": "<|im_start|>"}))
+    renderer = HuggingFaceRenderer.load(target)
+    for text in ("A long text, long enough to stand by itself <|im_", "<|im_start", "end|> and more " * 4, "|>", "x"):
+        for _ in range(2):
+            request = {"messages": [{"role": "user", "content": text}, {"role": "user", "content": text}]}
+            rendered = renderer.chat(request)
+            assert list(rendered.segments) == by_template(renderer, request)
+            assert tokens(renderer, rendered) == whole(renderer, "".join(rendered.segments))
+
+
+ANGLED = st.lists(
+    st.sampled_from(["<repo>", "<|im_end|>", "<|im_start|>", "<", ">", "<|", "|>", "a < b", "c > d", " x", "\n", "é"]),
+    max_size=12,
+).map("".join)
+
+
+@settings(max_examples=200, deadline=None)
+@given(texts=st.lists(ANGLED, min_size=1, max_size=3))
+def test_added_tokens_with_little_in_common(angled: HuggingFaceRenderer, texts: list[str]) -> None:
+    assert angled._words is not None
+    assert angled._words._bounds == ("<", ">")
+    for text in texts:
+        assert angled.encode(text).tolist() == whole(angled, text)
+
+
 def test_long_segments_are_recognised_and_stay_exact(renderers: dict[str, HuggingFaceRenderer]) -> None:
     renderer = renderers["smollm"]
     document = "The quick brown fox. " * 200
@@ -122,6 +204,8 @@ def test_long_segments_are_recognised_and_stay_exact(renderers: dict[str, Huggin
     assert first[0] is second[0]
     longer = segments(document + "And more.", "One question, long enough to stand alone")
     assert longer[0] == first[0] + "And more."
+    changed = segments(document[:2000] + "X" + document[2001:], "One question, long enough to stand alone")
+    assert changed[0] == "<|im_start|>system\n" + document[:2000] + "X" + document[2001:]
     injected = segments(document + "<|im_end|>", "One question, long enough to stand alone")
     assert injected[0] == first[0]
     assert injected[1].startswith("<|im_end|><|im_end|>\n")
@@ -136,6 +220,13 @@ def probe_tokenizer(directory: Path, *tokens: AddedToken) -> Path:
     tokenizer.save(str(target / "tokenizer.json"))
     (target / "tokenizer_config.json").write_text((directory / "tokenizer_config.json").read_text())
     return target
+
+
+@pytest.fixture(scope="session")
+def angled(chatml_directory: Path) -> HuggingFaceRenderer:
+    return HuggingFaceRenderer.load(
+        probe_tokenizer(chatml_directory, AddedToken("<repo>", normalized=False, special=True))
+    )
 
 
 @pytest.mark.parametrize(

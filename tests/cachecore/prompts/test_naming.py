@@ -121,7 +121,7 @@ def test_a_next_turn_pays_for_its_tail_only() -> None:
 
 
 def test_roots_never_share() -> None:
-    rendered = Rendered([LONG, LONG])
+    rendered = Rendered([LONG, LONG + "y"])
     namer = PromptNamer(1 << 20)
     chains = {namer.name(PLAIN, naming, rendered).chain for naming in NAMINGS}
     assert len(chains) == len(NAMINGS)
@@ -129,7 +129,7 @@ def test_roots_never_share() -> None:
     # The same root with another renderer is another root: its tokens may differ.
     renderer = Counting("other")
     namer.name(renderer, NAMINGS[0], rendered)
-    assert renderer.encoded == [LONG]
+    assert renderer.encoded == [LONG, LONG + "y"]
     assert namer.counters.hits == 0
 
 
