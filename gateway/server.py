@@ -171,10 +171,10 @@ def run(config: GatewayConfig) -> int:
 
 
 def _calm_garbage_collector() -> None:
-    """What is alive now stays alive, and requests leave no cycles: look for some a hundred times less often."""
+    """What is alive now stays alive, and requests leave no cycles: look for some less often."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(70_000, 20, 50)
+    gc.set_threshold(10_000, 20, 100)
 
 
 async def _serve_config(config: GatewayConfig) -> None:
