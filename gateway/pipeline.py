@@ -247,7 +247,6 @@ class Journey:
         "_started_at",
         "_worker",
         "answer_headers",
-        "attempt",
         "connections",
         "request_parts",
     )
@@ -260,7 +259,11 @@ class Journey:
         self._match = match
         self._excluded: tuple[WorkerRecord, ...] = ()
         self._started_at = self._first_byte_at = 0.0
-        self.attempt = self
+
+    @property
+    def attempt(self) -> "Journey":
+        # Not an attribute: a reference to itself would leave every request to the garbage collector.
+        return self
 
     def decide(self) -> None:
         """Choose a worker, count the request there, and prepare what to send. Raises NoWorker."""
@@ -352,14 +355,17 @@ class Journey:
         pipeline, request = self._pipeline, self._request
         now = pipeline.clock()
         output_tokens = 0
-        if ending is Ending.COMPLETE and status == 200:
+        answered = ending is Ending.COMPLETE and status == 200
+        if answered:
             usage = read_usage(tail)
             if usage is not None:
                 output_tokens = usage.completion_tokens
                 self._check(usage.prompt_tokens, usage.cached_tokens)
         elif not self._first_byte_at:
             pipeline.knowledge.predictions.cancel(request.upstream_id)
-        pipeline.knowledge.accounting.finish(request.upstream_id, now, output_tokens)
+        sample = pipeline.knowledge.accounting.finish(request.upstream_id, now, output_tokens, answered)
+        if sample is not None:
+            pipeline.knowledge.estimates.observe_answer(sample)
         pipeline.metrics.ended(ending, status, now - self._started_at)
 
     def _check(self, prompt_tokens: int, cached_tokens: int | None) -> None:

@@ -43,6 +43,8 @@ class WorkerLoad(Protocol):
     """Prompt tokens of the requests in flight."""
     running_context_tokens: int
     """Prompt and output tokens of the requests that decode now."""
+    placed: float
+    """Requests it has been given lately, in units of `FleetRates.placed_unit`."""
 
     def wait_seconds(self, now: float) -> float:
         """Predicted time until a request dispatched now would start its prefill."""
@@ -100,6 +102,8 @@ class FleetRates(NamedTuple):
     arrivals_in_window: float = 0.0
     """tau * arrivals_per_second."""
     tau_seconds: float = 30.0
+    placed_unit: float = 1.0
+    """What one request counts in `WorkerLoad.placed`, if placed now; those placed before have decayed with tau."""
 
 
 class Snapshot(NamedTuple):

@@ -24,7 +24,7 @@ from math import exp, log
 from statistics import median
 from typing import Any, Protocol, TypeVar
 
-from policies.state.inflight import PrefillSample, WorkerKey
+from policies.state.inflight import AnswerSample, PrefillSample, WorkerKey
 
 OBSERVATION_RATIO_MAX = 3.0
 MULTIPLIER_MAX = 1000.0
@@ -36,17 +36,23 @@ _OBSERVATION_VARIANCE = 0.05
 _PRIOR_VARIANCE = 1.0
 _DRIFT_VARIANCE = 0.0005
 _SURPRISE_VARIANCE = 0.05
+_UNSEEN_ROUNDS = 16
+"""Observations of a fleet after each of which workers never seen are told what their peers are like."""
+_SCALE_VARIANCE = 0.5
+"""Of the guess that prefill is off by as much as a whole answer is: engines differ in the ratio of the two."""
 
 
 class Calibration:
     """Two multipliers fitted online. See the module's opening."""
 
-    __slots__ = ("_covariance", "fixed", "observations", "variable")
+    __slots__ = ("_covariance", "adjustments", "fixed", "observations", "variable")
 
     def __init__(self, fixed: float = 1.0, variable: float = 1.0) -> None:
         self.fixed = fixed
         self.variable = variable
         self.observations = 0
+        self.adjustments = 0
+        """Observations and inferences."""
         self._covariance = (_PRIOR_VARIANCE, 0.0, _PRIOR_VARIANCE)
 
     def __repr__(self) -> str:
@@ -57,16 +63,22 @@ class Calibration:
 
     def observe(self, fixed_seconds: float, variable_seconds: float, observed_seconds: float) -> None:
         """One observation, beside the priors' two terms for it. Nonsense (zero, negative, NaN) is ignored."""
+        if self.adjust(fixed_seconds, variable_seconds, observed_seconds, _OBSERVATION_VARIANCE):
+            self.observations += 1
+
+    def adjust(self, fixed_seconds: float, variable_seconds: float, observed_seconds: float, variance: float) -> bool:
+        """As `observe`, for what is inferred with this variance (of its logarithm). False for nonsense."""
         predicted = self.predict(fixed_seconds, variable_seconds)
         if not (observed_seconds > 0 and predicted > 0):
-            return
+            return False
         ratio = min(max(observed_seconds / predicted, 1 / OBSERVATION_RATIO_MAX), OBSERVATION_RATIO_MAX)
         share = self.fixed * fixed_seconds / predicted
         surprised = ratio in (1 / OBSERVATION_RATIO_MAX, OBSERVATION_RATIO_MAX)
-        gain_fixed, gain_variable = self._update(share, 1.0 - share, _SURPRISE_VARIANCE if surprised else 0.0)
+        gain_fixed, gain_variable = self._update(share, 1.0 - share, variance, _SURPRISE_VARIANCE if surprised else 0.0)
         self.fixed = _clamp(self.fixed * ratio**gain_fixed)
         self.variable = _clamp(self.variable * ratio**gain_variable)
-        self.observations += 1
+        self.adjustments += 1
+        return True
 
     def relax(self, fixed: float, variable: float, share: float) -> None:
         """Move by `share` of the way (in logarithms) towards these multipliers, and be as much less sure."""
@@ -76,12 +88,12 @@ class Calibration:
         keep = 1 - share
         self._covariance = (keep * ff + share * _PRIOR_VARIANCE, keep * fv, keep * vv + share * _PRIOR_VARIANCE)
 
-    def _update(self, fixed_share: float, variable_share: float, doubt: float) -> tuple[float, float]:
+    def _update(self, fixed_share: float, variable_share: float, variance: float, doubt: float) -> tuple[float, float]:
         """The filter's gains for an observation with these shares; the shares are its gradient in logarithms."""
         ff, fv, vv = self._covariance
         fixed = ff * fixed_share + fv * variable_share
         variable = fv * fixed_share + vv * variable_share
-        total = _OBSERVATION_VARIANCE + fixed * fixed_share + variable * variable_share
+        total = variance + fixed * fixed_share + variable * variable_share
         drift = _DRIFT_VARIANCE + doubt
         ff, fv, vv = ff - fixed * fixed / total + drift, fv - fixed * variable / total, vv - variable**2 / total + drift
         # Never less sure than the prior. Scaled as a whole: cut entry by entry, the matrix would freeze the filter.
@@ -149,6 +161,16 @@ class PrefillModel:
         fixed = min(requests * self.prior.base_seconds, prior_seconds)
         self.calibration.observe(fixed, prior_seconds - fixed, observed_seconds)
         self.apply_calibration()
+
+    def observe_scale(self, prior_seconds: float, ratio: float) -> None:
+        """Something else about the worker took `ratio` times what its prior says; prefill is likely to as well.
+
+        For as long as nothing better is known: the first observation ends it.
+        """
+        if not self.calibration.observations:
+            fixed = min(self.prior.base_seconds, prior_seconds)
+            self.calibration.adjust(fixed, prior_seconds - fixed, ratio * prior_seconds, _SCALE_VARIANCE)
+            self.apply_calibration()
 
     def apply_calibration(self) -> None:
         """Recompute the coefficients: `prefill_seconds` runs for every candidate of every decision."""
@@ -241,8 +263,9 @@ Model = TypeVar("Model", bound=_Calibrated)
 
 
 def _from_peers(models: dict[Key, Model]) -> Calibration:
-    """Where a newcomer starts: the median of those that have seen something."""
-    seen = [model.calibration for model in models.values() if model.calibration.observations]
+    """Where a newcomer starts: the median of those that have seen something, or else have inferred it."""
+    calibrations = [model.calibration for model in models.values()]
+    seen = [peer for peer in calibrations if peer.observations] or [peer for peer in calibrations if peer.adjustments]
     if not seen:
         return Calibration()
     return Calibration(median(peer.fixed for peer in seen), median(peer.variable for peer in seen))
@@ -251,8 +274,8 @@ def _from_peers(models: dict[Key, Model]) -> Calibration:
 class FleetEstimates:
     """The estimates of a fleet of like workers, and of the links between its holders.
 
-    A worker starts from its peers, and one that is no longer seen drifts back to them: who is believed slow gets no
-    requests, and without requests could never prove the contrary.
+    A worker starts from its peers and goes by them until something is known of it, and one that is no longer seen
+    drifts back to them: who is believed slow gets no requests, and without requests could never prove the contrary.
     """
 
     _SWEEP_OBSERVATIONS = 64
@@ -272,6 +295,7 @@ class FleetEstimates:
         self._links: dict[tuple[str, str], LinkModel] = {}
         self._seen: set[WorkerKey] = set()
         self._since_sweep = 0
+        self._unseen_rounds = 0
 
     def prefill(self, key: WorkerKey) -> PrefillModel:
         """The worker's prefill model, made on first use. The same object until `forget`."""
@@ -288,9 +312,18 @@ class FleetEstimates:
         key = (sample.worker, sample.rank)
         self.prefill(key).observe(sample.requests, sample.prior_seconds, sample.observed_seconds)
         self._seen.add(key)
+        self._inform_unseen()
         self._since_sweep += 1
         if self._since_sweep >= self._SWEEP_OBSERVATIONS:
             self._sweep()
+
+    def observe_answer(self, sample: AnswerSample) -> None:
+        """What `InflightAccounting.finish` returned: prefill and decode in one duration."""
+        prior = self._decode_prior
+        step_seconds = prior.step_seconds + prior.context_token_seconds * sample.prompt_tokens
+        told = sample.prior_seconds + sample.output_tokens * step_seconds
+        self.prefill((sample.worker, sample.rank)).observe_scale(sample.prior_seconds, sample.observed_seconds / told)
+        self._inform_unseen()
 
     def forget(self, key: WorkerKey) -> None:
         """The worker has left the fleet. Links are forgotten with the name of either end."""
@@ -307,6 +340,20 @@ class FleetEstimates:
             "decode": {f"{name}/{rank}": model.document() for (name, rank), model in self._decode.items()},
             "links": {f"{source}>{target}": model.document() for (source, target), model in self._links.items()},
         }
+
+    def _inform_unseen(self) -> None:
+        """Workers that nothing is known of go by their peers. Otherwise the first one that turns out slower than the
+        priors say would lose its conversations to them. Asked for often only while the fleet is new."""
+        self._unseen_rounds += 1
+        if self._unseen_rounds > _UNSEEN_ROUNDS and self._unseen_rounds % self._SWEEP_OBSERVATIONS:
+            return
+        unseen = [model for model in self._prefill.values() if not model.calibration.adjustments]
+        peers = _from_peers(self._prefill) if unseen else None
+        if peers is None:
+            return
+        for model in unseen:
+            model.calibration.fixed, model.calibration.variable = peers.fixed, peers.variable
+            model.apply_calibration()
 
     def _sweep(self) -> None:
         peers = _from_peers(self._prefill)

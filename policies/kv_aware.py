@@ -1,10 +1,11 @@
 """Send each request where it costs least: its own predicted time to first token, and the delay its work causes others.
 
-    cost = wait + S + price * S
+    cost = wait + (1 + price) * crowding * S
 
 S is the predicted prefill of the tokens that the worker does not have, `wait` its backlog, `price` the load-dependent
-worth of a second of work (`policies.pricing`). When idle the price is nothing and a request simply starts soonest,
-which also replicates hot prefixes; near saturation work is dear and cached tokens win over short queues.
+worth of a second of work, `crowding` how much more the worker was given of late than the least used one
+(`policies.pricing`). When idle the price is nothing and a request simply starts soonest, which also replicates hot
+prefixes; near saturation work is dear and cached tokens win over short queues.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from random import Random
 
 from policies.choice import fewest_requests, label, milliseconds, stickiest
 from policies.contract import Decision, Evidence, Query, Snapshot, WorkerView
-from policies.pricing import prefill_seconds_each, work_price
+from policies.pricing import crowding_each, prefill_seconds_each, slot_price, work_price
 
 TIE_SECONDS = 0.0002
 TIE_SHARE = 0.05
@@ -38,8 +39,9 @@ class KvAware:
         workers, now = snapshot.workers, snapshot.now
         waits = [view.load.wait_seconds(now) for view in workers]
         works = prefill_seconds_each(query, workers)
-        weight = 1.0 + work_price(snapshot.rates, min(waits))
-        costs = [wait + weight * work for wait, work in zip(waits, works, strict=True)]
+        weight = 1.0 + max(work_price(snapshot.rates, min(waits)), slot_price(workers))
+        crowding = crowding_each(workers, snapshot.rates)
+        costs = [wait + weight * crowd * work for wait, work, crowd in zip(waits, works, crowding, strict=True)]
         best = _pick(query, workers, costs, random)
         ttft = waits[best] + works[best]
         explain = partial(_explain, query, workers, costs, waits, works, best)

@@ -6,9 +6,17 @@ is what queueing theory says, from two numbers that the gateway measures (arriva
     price = Lq(rho)                     the mean queue that every unit of work passes on; in M/M/1 it is
                                         rho^2 / (1 - rho): nothing when idle, large near saturation
           + lam * h(shortest wait)      arrivals that come before the present backlog has cleared
+
+Prefill is not the only thing that queues: an engine runs so many requests at once (`slot_price`). The dearer counts.
+
+That price is one for the whole fleet. What one worker was given compared with the others multiplies it
+(`crowding_each`): a cost that is right for each request alone still lets a fleet lean to one side, where every request
+of a shared prefix goes to the one worker that has it, never finds a queue that would repay a copy, and decodes in ever
+larger company.
 """
 
 from collections.abc import Sequence
+from math import sqrt
 
 from policies.contract import Evidence, FleetRates, Query, WorkerView
 
@@ -17,6 +25,9 @@ HISTORY_CREDIT = 0.95
 """The share of an unconfirmed match that is counted on: about the chance that it holds. Our own dispatches rarely fail;
 of history nobody knows what the engine has evicted since. Less than this costs more than it saves: at 0.7 long prompts
 look like half recomputed, and a history that is right loses 6 points of its hits."""
+
+CROWDING_SLACK_REQUESTS = 1.0
+"""Keeps the ratio finite where a worker was given nothing yet: it is then as if it had been given one request."""
 
 _EXACT, _PREDICTED, _HISTORY = Evidence.EXACT, Evidence.PREDICTED, Evidence.HISTORY
 
@@ -60,7 +71,7 @@ def work_price(rates: FleetRates, wait_seconds_min: float) -> float:
     `wait_seconds_min` is the shortest wait of the fleet: the best alternative counts. The mean would let one hot worker
     raise everybody's price and make everything stick to it.
     """
-    arrivals_per_second, utilisation, arrivals, tau = rates
+    arrivals_per_second, utilisation, arrivals, tau, _ = rates
     if arrivals <= 0.0:
         return 0.0
     rho = utilisation if utilisation < 1.0 else 1.0
@@ -68,3 +79,38 @@ def work_price(rates: FleetRates, wait_seconds_min: float) -> float:
     if wait_seconds_min > 0.0:
         price += arrivals_per_second * wait_seconds_min / (1.0 - rho + wait_seconds_min / tau)
     return price
+
+
+def crowding_each(workers: Sequence[WorkerView], rates: FleetRates) -> list[float]:
+    """How much dearer work is on each worker than on the one that was given the fewest requests of late:
+
+        min((slack + placed) / (slack + fewest), 1 + requests in flight there)
+
+    Work there slows more requests down, in prefill and then in every decode step. As a ratio it needs no calibration
+    and no first tokens, counts the same at any load and is one where work is spread evenly. Requests placed within tau
+    and not those running now: a burst of siblings belongs together, a fleet that leans to one side for half a minute
+    is to be set upright (docs/decisions/balance.md). But no more requests can be held up than are there: a worker with
+    nothing to do is not crowded, and a lone conversation stays where it began.
+    """
+    slack = CROWDING_SLACK_REQUESTS * rates.placed_unit
+    loads = [view.load for view in workers]
+    base = slack + min([load.placed for load in loads])
+    return [min((slack + load.placed) / base, 1.0 + load.inflight) for load in loads]
+
+
+def slot_price(workers: Sequence[WorkerView]) -> float:
+    """The mean queue of engines that run c requests each, by Sakasegawa's approximation of M/M/c (1977):
+
+        Lq(rho, c) = rho^sqrt(2 (c + 1)) / (1 - rho + 1/slots)
+
+    with rho the share of all slots that is taken now; 1/slots only keeps it finite. With c = 1 it is the M/M/1 of
+    `work_price`. Work holds up all slots of its engine, so it is dear when they are what requests wait for, however
+    little prefill there is. Workers of unknown capacity are left out.
+    """
+    known = [view for view in workers if view.capacity_requests]
+    taken = sum([view.load.inflight for view in known])
+    if not taken:
+        return 0.0
+    slots = sum([view.capacity_requests for view in known])
+    rho = taken / slots if taken < slots else 1.0
+    return float(rho ** sqrt(2.0 * (slots / len(known) + 1.0)) / (1.0 - rho + 1.0 / slots))

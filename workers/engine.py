@@ -108,6 +108,8 @@ class EngineInfo:
     revision: str = ""
     root: str = ""
     """Where the weights came from."""
+    sequences_max: int = 0
+    """Generations that run at once; 0 when there is no limit."""
 
 
 class Engine(Protocol):

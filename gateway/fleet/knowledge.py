@@ -7,7 +7,7 @@ from cachecore.holders import Tier, Worker
 from cachecore.index.chains import ChainMultiset
 from cachecore.index.contract import Match, PrefixIndex
 from cachecore.scope import Fidelity
-from gateway.fleet.worker import ModelPool, Parity, WorkerRecord
+from gateway.fleet.worker import EngineLoad, ModelPool, Parity, WorkerRecord
 from policies.contract import Evidence, Snapshot, WorkerView
 from policies.estimates import FleetEstimates, PrefillModel
 from policies.state.history import RoutingHistory
@@ -40,6 +40,15 @@ class Knowledge:
         self._accounts.pop(key, None)
         self.accounting.remove_worker(*key)
         self.estimates.forget(key)
+
+    def declare_capacity(self, worker: Worker, requests: int) -> None:
+        """How many requests a new life runs at once; 0 when it does not say, and its reports have to show it."""
+        self.accounting.account(worker.name, worker.rank).new_life(requests)
+
+    def report_load(self, worker: Worker, load: EngineLoad, inflight_max: int, until: float) -> None:
+        """What an engine said of its queue; see `WorkerAccount.report`."""
+        account = self.accounting.account(worker.name, worker.rank)
+        account.report(load.running, load.waiting, inflight_max, until)
 
     def snapshot(
         self,
@@ -85,7 +94,10 @@ class Knowledge:
                 elif key in recorded:
                     matched, evidence = min(recorded[key] * block, cap), Evidence.HISTORY
                 account, prefill = self._account(key)
-                views.append(WorkerView(holder.name, holder.rank, account, prefill, matched, tiers[2], tiers, evidence))
+                capacity = account.capacity_requests
+                views.append(
+                    WorkerView(holder.name, holder.rank, account, prefill, matched, tiers[2], tiers, evidence, capacity)
+                )
         return Snapshot(now, views, rates)
 
     def _account(self, key: WorkerKey) -> tuple[WorkerAccount, PrefillModel]:

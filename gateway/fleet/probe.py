@@ -4,13 +4,21 @@ Every question may go unanswered: an OpenAI server need not have more than `/v1/
 stays in here.
 """
 
+import re
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
-from gateway.fleet.worker import Discovery, EventEndpoints, ModelEntry
+from gateway.fleet.worker import Discovery, EngineLoad, EventEndpoints, ModelEntry
+
+_LOAD_SAMPLE = re.compile(
+    r"^(?:vllm:num_requests|sglang:num)_(running|running_reqs|waiting|queue_reqs)(?:\{[^\n]*\})? ([0-9.e+]+)$",
+    re.MULTILINE,
+)
+"""As vLLM and SGLang write it; our own workers use vLLM's names."""
 
 
 class ProbeError(Exception):
@@ -49,6 +57,9 @@ def _read_server_info(info: Mapping[str, Any], discovery: Discovery, url: str) -
         discovery.epoch = epoch
     if isinstance(block_size, int):
         discovery.block_size_tokens = block_size
+    capacity = info.get("max_num_seqs") or info.get("max_running_requests")
+    if isinstance(capacity, int) and capacity > 0:
+        discovery.capacity_requests = capacity
     discovery.tokenizer_fingerprint = str(info.get("tokenizer_fingerprint") or "")
     events = info.get("kv_events")
     if isinstance(events, dict) and isinstance(events.get("endpoint"), str):
@@ -68,6 +79,19 @@ def _reachable(endpoint: str, url: str) -> str:
     for wildcard in ("//*:", "//0.0.0.0:", "//[::]:"):
         endpoint = endpoint.replace(wildcard, f"//{host}:")
     return endpoint
+
+
+async def load(client: httpx.AsyncClient, url: str) -> EngineLoad | None:
+    """The engine's queue by its `/metrics`, all ranks together; None when it does not say. Raises ProbeError."""
+    answer = await _get(client, f"{url}/metrics")
+    if answer.status_code >= 500:
+        raise ProbeError(f"/metrics answers {answer.status_code}")
+    samples = _LOAD_SAMPLE.findall(answer.text) if answer.status_code == 200 else []
+    if not samples:
+        return None
+    running = sum(float(value) for name, value in samples if name.startswith("running"))
+    waiting = sum(float(value) for name, value in samples if not name.startswith("running"))
+    return EngineLoad(int(running), int(waiting), time.time())
 
 
 async def tokenize(client: httpx.AsyncClient, url: str, request: Mapping[str, Any]) -> Sequence[int] | None:

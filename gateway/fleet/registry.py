@@ -8,6 +8,7 @@ the old one before any request can be decided on it.
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -33,6 +34,9 @@ logger = logging.getLogger("ropeway.fleet")
 
 WORKERS_MAX = 1024
 RANKS_MAX = 64
+
+_LOAD_INTERVALS = 3
+"""Probe intervals for which a report of an engine's queue is believed."""
 
 NamingFor = Callable[[ModelPool, str | None, str | None], Naming | None]
 """(pool, salt, adapter) -> how blocks under that salt are named; None when they cannot be."""
@@ -81,7 +85,7 @@ class Fleet:
         for other in [w for w in self.workers.values() if w.name == record.name or w.url == record.url]:
             await self._detach(other)
         self.workers[record.name] = record
-        self._tasks[record] = asyncio.create_task(self._watch(record), name=f"probe {record.name}")
+        self._tasks[record] = asyncio.create_task(self._follow(record), name=f"probe {record.name}")
         return record
 
     async def remove(self, name: str) -> None:
@@ -172,6 +176,43 @@ class Fleet:
 
     # Probing
 
+    async def _follow(self, record: WorkerRecord) -> None:
+        # Two loops: a worker whose metrics hang is not asked less often whether it is well.
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._watch(record))
+            tasks.create_task(self._watch_load(record))
+
+    async def _watch_load(self, record: WorkerRecord) -> None:
+        """Ask the engine for its queue as often as for its health, for as long as it answers that."""
+        interval, silent_epoch = self._probes.interval_seconds, None
+        while True:
+            await asyncio.sleep(interval)
+            if not record.healthy or record.epoch == silent_epoch:
+                continue
+            try:
+                if not await self._read_load(record):
+                    silent_epoch = record.epoch
+            except ProbeError as error:
+                logger.debug("worker %s: %s", record.name, error)
+            except Exception:
+                logger.exception("reading the load of worker %s failed", record.name)
+
+    async def _read_load(self, record: WorkerRecord) -> bool:
+        """False when the worker does not say."""
+        holders = record.holders
+        accounts = [self._knowledge.accounting.account(holder.name, holder.rank) for holder in holders]
+        before = sum(account.inflight for account in accounts)
+        record.load = await probe.load(self._http, record.url)
+        if record.load is None:
+            return False
+        still_there = self.workers.get(record.name) is record and holders == record.holders
+        # Of several ranks together nothing can be said about one.
+        if still_there and len(holders) == 1:
+            inflight_max = max(before, accounts[0].inflight)
+            until = time.monotonic() + _LOAD_INTERVALS * self._probes.interval_seconds
+            self._knowledge.report_load(holders[0], record.load, inflight_max, until)
+        return True
+
     async def _watch(self, record: WorkerRecord) -> None:
         while True:
             try:
@@ -222,6 +263,9 @@ class Fleet:
         record.epoch = Epoch(discovery.epoch if discovery.epoch is not None else record.epoch + 1)
         ranks = discovery.events.ranks if discovery.events else 1
         record.holders = tuple(record.holder(rank) for rank in range(min(ranks, RANKS_MAX)))
+        for holder in record.holders:
+            self._knowledge.declare_capacity(holder, discovery.capacity_requests)
+        record.load = None
         pool = self._join_pool(record, discovery)
         if pool.refresh_block_size():
             await self._rename(pool)

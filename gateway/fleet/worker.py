@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from cachecore.holders import Epoch, Worker, WorkerName
@@ -48,6 +48,15 @@ class EventEndpoints:
     ranks: int = 1
 
 
+class EngineLoad(NamedTuple):
+    """What an engine said of its queue."""
+
+    running: int
+    waiting: int
+    at: float
+    """Wall-clock seconds."""
+
+
 @dataclass(slots=True)
 class Discovery:
     """What a probe learned of a worker."""
@@ -57,6 +66,8 @@ class Discovery:
     """The process's own word for its life; None when it has none."""
     block_size_tokens: int = 0
     max_model_len: int = 0
+    capacity_requests: int = 0
+    """Requests that one rank runs at once; 0 when it does not say."""
     tokenizer_fingerprint: str = ""
     events: EventEndpoints | None = None
 
@@ -86,6 +97,8 @@ class WorkerRecord:
     """One for each rank of its present life."""
     tokenizes: bool = False
     """Whether it answers `/tokenize`."""
+    load: EngineLoad | None = None
+    """Its last report; None when it makes none."""
     intakes: list[EventIntake] = field(default_factory=list)
     requests: int = 0
     failures: int = 0

@@ -37,6 +37,10 @@ class WorkerStatus:
     waiting: int
     inflight_tokens: int
     outstanding_prefill_ms: float
+    capacity_requests: int
+    """Requests it runs at once, all ranks together; 0 while unknown."""
+    load: dict[str, Any] | None
+    """`running`, `waiting` and `at`, as the engine itself last said; null when it does not."""
     requests: int
     failures: int
     connections: int
@@ -151,6 +155,8 @@ class StatusView:
             waiting=sum(account.waiting for account in accounts),
             inflight_tokens=sum(account.inflight_tokens for account in accounts),
             outstanding_prefill_ms=sum(account.outstanding_prefill_seconds for account in accounts) * 1e3,
+            capacity_requests=sum(account.capacity_requests for account in accounts),
+            load=record.load._asdict() if record.load and record.healthy else None,
             requests=record.requests,
             failures=record.failures,
             connections=len(record.connections),

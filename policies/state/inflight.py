@@ -1,7 +1,7 @@
 """What the gateway itself has sent where: load, predicted wait and rates, from its own dispatches alone.
 
-Everything is counted at the moment of decision, before any await, so that a burst sees itself. Engines are not asked:
-a scraped queue is seconds old, this one is not.
+Everything is counted at the moment of decision, before any await, so that a burst sees itself. What engines report of
+their queues is seconds old and only completes the picture: it tells of requests that are not ours.
 
 The wait of a worker is an event-bounded backlog. A clock alone would let a backlog run out while the engine stands
 still (its KV pool is full, say); first tokens alone would not let it fall between events. So
@@ -11,13 +11,22 @@ still (its KV pool is full, say); first tokens alone would not let it fall betwe
 
 with S the predicted prefill of a request and `outstanding` the sum of S over requests without a first token.
 
+An engine also has slots: it runs `capacity_requests` at once and lets others wait, however short their prefill. With
+all slots taken one becomes free every R / capacity seconds, R being how long a request holds its slot, and so
+
+    wait >= R / capacity * (requests in the engine + 1 - capacity)
+
+R is learned from durations, which hold the same wait: duration = R * (1 + excess at dispatch / capacity). It needs no
+first token, so answers in one piece teach it too.
+
 Calibration reads the same records. Engines batch: eight prompts may get their first tokens in one step, so the service
 time of ONE request means little. What is observed is a stretch of uninterrupted prefill work: its duration beside the
 sum of what the uncalibrated prior says of its requests (`PrefillSample`). The prior and not the prediction, because the
 calibration has moved on since a queued request was dispatched.
 
-An answer that comes in one piece hides its first token. It is taken to come when it was predicted, and nothing is
-learned from it: to wait for the whole answer would make a worker that decodes look like one that is busy prefilling.
+An answer that comes in one piece hides its first token. It is taken to come when it was predicted: to wait for the
+whole answer would make a worker that decodes look like one that is busy prefilling. For as long as a worker has shown
+no first token, the durations of whole answers teach the scale of the priors (`AnswerSample`).
 """
 
 from heapq import heappop, heappush
@@ -32,6 +41,8 @@ WorkerKey = tuple[str, int]
 REQUESTS_MAX = 100_000
 OUTPUT_TOKENS_PRIOR = 256.0
 _OUTPUT_WEIGHT = 0.05
+_SLOT_WEIGHT = 0.1
+_UNIT_MAX = 1e12
 _STRETCH_REQUESTS = 8
 """A stretch is cut after this many first tokens: under steady load the queue never runs empty."""
 
@@ -47,12 +58,28 @@ class PrefillSample(NamedTuple):
     observed_seconds: float
 
 
+class AnswerSample(NamedTuple):
+    """An answer that came in one piece: how long it took altogether, waiting for a slot apart."""
+
+    worker: str
+    rank: int
+    prior_seconds: float
+    """`PrefillModel.prior_seconds` of its prompt."""
+    prompt_tokens: int
+    output_tokens: int
+    observed_seconds: float
+
+
 class _Request:
-    """One dispatch. `context_tokens` is what it holds of the worker's decode load; zero until its first token."""
+    """One dispatch. `context_tokens` is what it holds of the worker's decode load; zero until its first token.
+    `crowding` is one, and the slots it waits for at its dispatch as a share of all."""
 
     __slots__ = (
         "account",
         "context_tokens",
+        "crowding",
+        "dispatched_at",
+        "in_one_piece",
         "output_tokens_max",
         "prefill_seconds",
         "prior_seconds",
@@ -67,8 +94,13 @@ class _Request:
         prefill_seconds: float,
         output_tokens_max: int,
         prior_seconds: float | None,
+        now: float,
+        in_one_piece: bool,
     ) -> None:
         self.account = account
+        self.in_one_piece = in_one_piece
+        self.dispatched_at = now
+        self.crowding = account._crowding(now)
         self.prompt_tokens = prompt_tokens
         self.prefill_seconds = prefill_seconds
         self.output_tokens_max = output_tokens_max
@@ -83,22 +115,28 @@ class WorkerAccount:
     __slots__ = (
         "_backlog_ends_at",
         "_first_token_at",
+        "_foreign",
+        "_foreign_until",
         "_queue",
+        "_reported_full",
         "_stretch_at",
         "_stretch_requests",
         "_stretch_seconds",
         "_wait_seconds_min",
+        "capacity_requests",
         "dispatched",
         "inflight",
         "inflight_tokens",
         "name",
         "outstanding_prefill_seconds",
+        "placed",
         "rank",
         "running_context_tokens",
+        "slot_seconds",
         "waiting",
     )
 
-    def __init__(self, name: str, rank: int) -> None:
+    def __init__(self, name: str, rank: int, slot_seconds: float = 0.0) -> None:
         self.name = name
         self.rank = rank
         self.inflight = 0
@@ -107,6 +145,14 @@ class WorkerAccount:
         self.inflight_tokens = 0
         self.running_context_tokens = 0
         self.dispatched = 0
+        self.placed = 0.0
+        self.capacity_requests = 0
+        """Requests it runs at once; 0 while unknown."""
+        self.slot_seconds = slot_seconds
+        """How long a request holds its slot; 0 while unknown."""
+        self._foreign = 0
+        self._foreign_until = 0.0
+        self._reported_full = 0
         self._backlog_ends_at = 0.0
         self._wait_seconds_min = 0.0
         self._queue: dict[_Request, None] = {}
@@ -127,8 +173,42 @@ class WorkerAccount:
         # Without a request waiting both bounds are zero.
         wait = self._backlog_ends_at - now
         if wait >= self.outstanding_prefill_seconds:
-            return self.outstanding_prefill_seconds
-        return wait if wait > self._wait_seconds_min else self._wait_seconds_min
+            wait = self.outstanding_prefill_seconds
+        elif wait < self._wait_seconds_min:
+            wait = self._wait_seconds_min
+        if self.capacity_requests and self.inflight + self._foreign >= self.capacity_requests:
+            wait = max(wait, self.slot_seconds * (self._crowding(now) - 1.0))
+        return wait
+
+    def new_life(self, capacity_requests: int) -> None:
+        """The engine has started (again), and runs so many requests at once; 0 when it does not say."""
+        self.capacity_requests = capacity_requests
+        self._foreign = self._reported_full = 0
+
+    def report(self, running: int, waiting: int, inflight_max: int, until: float) -> None:
+        """What the engine says of itself, believed until a time. `inflight_max`: our requests while it was asked.
+
+        What it has beyond those came from elsewhere. Where its capacity is not known, an engine that lets requests wait
+        in two reports running shows it; one report may have caught a request between arrival and the next step.
+        """
+        self._foreign = max(running + waiting - inflight_max, 0)
+        self._foreign_until = until
+        full = running if waiting else 0
+        if running > self.capacity_requests > 0:
+            self.capacity_requests = running
+        elif not self.capacity_requests and full and self._reported_full:
+            self.capacity_requests = max(full, self._reported_full)
+        self._reported_full = full
+
+    def _crowding(self, now: float) -> float:
+        """One, and the slots that a request dispatched now would wait for, as a share of all."""
+        capacity = self.capacity_requests
+        if not capacity:
+            return 1.0
+        if self._foreign and now >= self._foreign_until:
+            self._foreign = 0
+        excess = self.inflight + self._foreign + 1 - capacity
+        return 1.0 + excess / capacity if excess > 0 else 1.0
 
     def _dispatch(self, request: _Request, now: float) -> None:
         self._backlog_ends_at = now + self.wait_seconds(now) + request.prefill_seconds
@@ -210,6 +290,9 @@ class InflightAccounting:
         self.unknown = 0
         self.dropped = 0
         self.output_tokens_mean = OUTPUT_TOKENS_PRIOR
+        self.slot_seconds_mean = 0.0
+        self._unit = 1.0
+        """What a request placed now counts: weights grow instead of sums decaying, so that nobody is visited."""
         self._accounts: dict[WorkerKey, WorkerAccount] = {}
         self._requests: dict[str, _Request] = {}
         self._hidden: list[tuple[float, str]] = []
@@ -229,7 +312,7 @@ class InflightAccounting:
         key = (worker, rank)
         account = self._accounts.get(key)
         if account is None:
-            account = self._accounts[key] = WorkerAccount(worker, rank)
+            account = self._accounts[key] = WorkerAccount(worker, rank, self.slot_seconds_mean)
         return account
 
     def accounts(self) -> list[WorkerAccount]:
@@ -264,12 +347,13 @@ class InflightAccounting:
             self.dropped += 1
             self._retire(requests.pop(next(iter(requests))))
         account = self.account(worker, rank)
-        request = _Request(account, prompt_tokens, prefill_seconds, output_tokens_max, prior_seconds)
-        requests[request_id] = request
         self._decay(now)
-        account._dispatch(request, now)
         if in_one_piece:
-            heappush(self._hidden, (now + account.wait_seconds(now), request_id))
+            heappush(self._hidden, (now + account.wait_seconds(now) + prefill_seconds, request_id))
+        request = _Request(account, prompt_tokens, prefill_seconds, output_tokens_max, prior_seconds, now, in_one_piece)
+        requests[request_id] = request
+        account._dispatch(request, now)
+        account.placed += self._unit
         self._arrivals += 1.0
         self._work_seconds += prefill_seconds
 
@@ -302,15 +386,38 @@ class InflightAccounting:
             output = request.output_tokens_max
         request.context_tokens = request.prompt_tokens + int(output / 2)
 
-    def finish(self, request_id: str, now: float, output_tokens: int = 0) -> None:
-        """A request has ended, however it ended. `output_tokens`, when known, teaches how long outputs are."""
+    def finish(
+        self, request_id: str, now: float, output_tokens: int = 0, answered: bool = False
+    ) -> AnswerSample | None:
+        """A request has ended, however it ended. `output_tokens`, when known, teaches how long outputs are; that it was
+        `answered` to its end teaches how long a request holds its slot.
+
+        Returns what an answer in one piece taught, for `FleetEstimates.observe_answer`.
+        """
         request = self._requests.pop(request_id, None)
         if request is None:
             self.unknown += 1
-            return
+            return None
         self._retire(request)
         if output_tokens:
             self.output_tokens_mean += _OUTPUT_WEIGHT * (output_tokens - self.output_tokens_mean)
+        if not (answered or output_tokens):
+            return None
+        account, seconds = request.account, (now - request.dispatched_at) / request.crowding
+        self._learn_slot(account, seconds)
+        prior = request.prior_seconds
+        if not request.in_one_piece or not output_tokens or prior is None:
+            return None
+        return AnswerSample(account.name, account.rank, prior, request.prompt_tokens, output_tokens, seconds)
+
+    def _learn_slot(self, account: WorkerAccount, seconds: float) -> None:
+        known = account.slot_seconds
+        account.slot_seconds = known + _SLOT_WEIGHT * (seconds - known) if known else seconds
+        known = self.slot_seconds_mean
+        self.slot_seconds_mean = known + _SLOT_WEIGHT * (seconds - known) if known else seconds
+        if not known:
+            for account in self._accounts.values():
+                account.slot_seconds = account.slot_seconds or seconds
 
     def rates(self, now: float, worker_count: int) -> FleetRates:
         """Arrivals and dispatched work per worker and second: sums that decay with tau, divided by tau.
@@ -326,6 +433,7 @@ class InflightAccounting:
             self._work_seconds / (worker_count * self.tau_seconds),
             arrivals,
             self.tau_seconds,
+            self._unit,
         )
 
     def _retire(self, request: _Request) -> None:
@@ -342,3 +450,12 @@ class InflightAccounting:
             factor = exp(-elapsed / self.tau_seconds)
             self._arrivals *= factor
             self._work_seconds *= factor
+            # After a pause that forgets everything the factor is zero.
+            self._unit = self._unit / factor if factor * _UNIT_MAX > 1.0 else self._unit * _UNIT_MAX
+            if self._unit >= _UNIT_MAX:
+                self._shrink_placed()
+
+    def _shrink_placed(self) -> None:
+        for account in self._accounts.values():
+            account.placed /= self._unit
+        self._unit = 1.0

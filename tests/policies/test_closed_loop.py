@@ -168,7 +168,7 @@ def test_a_staggered_start_copies_the_system_prompt_to_every_worker(store, seed)
     assert simulation.hit_rate >= simulation.best_hit_rate - 0.03
 
 
-@pytest.mark.parametrize(("evidence", "error_max"), [(Evidence.EXACT, 0.1), (Evidence.HISTORY, 0.2)])
+@pytest.mark.parametrize(("evidence", "error_max"), [(Evidence.EXACT, 0.1), (Evidence.HISTORY, 0.25)])
 def test_the_loop_finds_out_how_fast_the_workers_are(store, evidence, error_max):
     """Twice as slow as the priors say. History does not know of cached answers, so it takes workers for faster."""
     simulation = Simulation("kv-aware", 4, type(store), evidence).run()

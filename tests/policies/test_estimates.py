@@ -13,7 +13,7 @@ from policies.estimates import (
     PrefillModel,
     PrefillPrior,
 )
-from policies.state.inflight import PrefillSample
+from policies.state.inflight import AnswerSample, PrefillSample
 
 TRUE = PrefillModel(PrefillPrior(0.004, 35.4e-6, 6.6e-10))
 MIX = [(30, 0), (500, 3000), (2000, 0), (100, 8000), (8000, 0), (30_000, 10_000)]
@@ -239,6 +239,46 @@ class TestFleet:
         peer = fleet.prefill(("a", 0)).prefill_seconds(2000, 0)
         assert before > 5 * peer
         assert after < 1.8 * peer
+
+    @staticmethod
+    def answers(fleet, scale, count=60):
+        random = Random(14)
+        decode = DecodePrior()
+        for _ in range(count):
+            output = random.randrange(20, 60)
+            told = 0.05 + output * (decode.step_seconds + decode.context_token_seconds * 1000)
+            seconds = scale * told * random.lognormvariate(0, 0.2)
+            fleet.observe_answer(AnswerSample("a", 0, 0.05, 1000, output, seconds))
+
+    @pytest.mark.parametrize("scale", [0.25, 4.0])
+    def test_whole_answers_teach_the_scale(self, scale):
+        fleet = FleetEstimates()
+        self.answers(fleet, scale)
+        prior = PrefillModel().prefill_seconds(1500, 0)
+        assert fleet.prefill(("a", 0)).prefill_seconds(1500, 0) == pytest.approx(scale * prior, rel=0.25)
+        assert fleet.prefill(("a", 0)).calibration.observations == 0
+
+    @pytest.mark.parametrize("whole", [True, False])
+    def test_workers_never_seen_go_by_those_that_were(self, whole):
+        """Else the first worker that proves slower than the priors say would lose its conversations to the others."""
+        fleet = FleetEstimates()
+        models = [fleet.prefill((name, 0)) for name in "ab"]
+        if whole:
+            self.answers(fleet, 4.0, count=1)
+        else:
+            fleet.observe_prefill(self.sample("a"))
+        seen, unseen = (model.prefill_seconds(1500, 0) for model in models)
+        assert seen == unseen > 1.5 * PrefillModel().prefill_seconds(1500, 0)
+        for _ in range(10):
+            fleet.observe_prefill(self.sample("b", seconds=0.1))
+        assert models[1].prefill_seconds(1500, 0) < 0.7 * models[0].prefill_seconds(1500, 0)
+
+    def test_where_first_tokens_are_seen_whole_answers_say_nothing(self):
+        fleet = FleetEstimates()
+        fleet.observe_prefill(self.sample("a"))
+        before = fleet.prefill(("a", 0)).prefill_seconds(1500, 0)
+        self.answers(fleet, 4.0)
+        assert fleet.prefill(("a", 0)).prefill_seconds(1500, 0) == before
 
     def test_document_names_everything(self):
         fleet = FleetEstimates()

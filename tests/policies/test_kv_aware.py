@@ -1,3 +1,5 @@
+from math import sqrt
+
 import pytest
 
 from policies import create
@@ -66,7 +68,8 @@ def test_cost_is_wait_plus_priced_work(fleet):
     price = 0.25 / (0.5 + 1 / 60)  # the floor; b has no wait, so nothing is congested
     work_a = workers.model.prefill_seconds(400, 1600)
     work_b = workers.model.prefill_seconds(2000, 0)
-    assert decision.costs == pytest.approx([0.15 + (1 + price) * work_a, (1 + price) * work_b])
+    crowding = 2.0  # a was given a request, b none
+    assert decision.costs == pytest.approx([0.15 + (1 + price) * crowding * work_a, (1 + price) * work_b])
     assert decision.worker.name == "b"
     assert decision.predicted_ttft_ms == pytest.approx(work_b * 1e3)
 
@@ -80,6 +83,37 @@ def test_work_is_dear_near_saturation(fleet):
     idle = POLICY.decide(query, workers.snapshot(0.0, FleetRates()), workers.random)
     busy = POLICY.decide(query, workers.snapshot(0.0, FleetRates(10.0, 0.9, 300.0)), workers.random)
     assert (idle.worker.name, busy.worker.name) == ("b", "a")
+
+
+def test_full_slots_make_work_dear(fleet):
+    """Prefill is next to nothing; what the engines have no more of is slots."""
+    workers = fleet("ab")
+    workers.matched = {"a": 1600}
+    for name in "ab":
+        for number in range(7):
+            workers.inflight.dispatch(f"{name}{number}", name, 0, 0.0, 2000, 0.0)
+            workers.inflight.first_token(f"{name}{number}", 0.0)
+    snapshot = workers.snapshot(1.0, FleetRates())
+    snapshot = snapshot._replace(workers=[view._replace(capacity_requests=8) for view in snapshot.workers])
+    decision = POLICY.decide(Query(2000), snapshot, workers.random)
+    price = (14 / 16) ** sqrt(18) / (2 / 16 + 1 / 16)
+    work = workers.model.prefill_seconds(400, 1600, workers.inflight.account("a").running_context_tokens)
+    assert decision.costs[0] == pytest.approx((1 + price) * work)
+
+
+def test_a_fleet_that_leans_to_one_side_is_set_upright(fleet):
+    """Everything cached is on one worker, and it never has a queue: the copies are made all the same."""
+    workers = fleet("abcd")
+    workers.matched = {"a": 1000}
+    chosen = []
+    for number in range(40):
+        view = POLICY.decide(Query(1230), workers.snapshot(0.1 * number), workers.random).worker
+        workers.inflight.dispatch(f"r{number}", view.name, 0, 0.1 * number, 1230, 0.01)
+        workers.inflight.first_token(f"r{number}", 0.1 * number + 0.01)
+        workers.matched[view.name] = 1000
+        chosen.append(view.name)
+    assert chosen[:2] == ["a", "a"]
+    assert all(8 <= chosen.count(name) <= 12 for name in "abcd"), chosen
 
 
 def test_decode_slows_prefill(fleet):

@@ -1,9 +1,9 @@
-from math import inf
+from math import exp, inf, sqrt
 
 import pytest
 
 from policies.contract import FleetRates
-from policies.pricing import work_price
+from policies.pricing import crowding_each, slot_price, work_price
 
 
 @pytest.mark.parametrize(
@@ -31,3 +31,58 @@ def test_price_rises_with_load_and_with_congestion():
     assert prices[0] == 0
     assert prices[41] > prices[20]
     assert max(prices) < inf
+
+
+@pytest.mark.parametrize(
+    ("requests", "capacity", "price"),
+    [
+        (0, 8, 0.0),
+        (4, 8, 0.5 ** sqrt(18) / (0.5 + 1 / 16)),
+        (8, 8, 16.0),
+        (20, 8, 16.0),
+        (128, 256, 0.5 ** sqrt(514) / (0.5 + 1 / 512)),
+        (4, 0, 0.0),
+    ],
+)
+def test_slots_are_dear_when_they_are_short(fleet, requests, capacity, price):
+    workers = fleet("ab")
+    for name in "ab":
+        workers.busy(name, requests)
+    views = [view._replace(capacity_requests=capacity) for view in workers.snapshot().workers]
+    assert slot_price(views) == pytest.approx(price)
+
+
+def test_workers_of_unknown_capacity_do_not_dilute_the_price(fleet):
+    workers = fleet("ab")
+    workers.busy("a", 8)
+    known, unknown = workers.snapshot().workers
+    assert slot_price([known._replace(capacity_requests=8), unknown]) == pytest.approx(8.0)
+
+
+def test_crowding_is_a_ratio_of_what_was_placed(fleet):
+    workers = fleet("abc")
+    workers.busy("a", 9)
+    workers.busy("b", 4)
+    workers.busy("c", 1)
+    snapshot = workers.snapshot()
+    assert crowding_each(snapshot.workers, snapshot.rates) == pytest.approx([5.0, 2.5, 1.0])
+
+
+def test_crowding_forgets_with_tau(fleet):
+    """Twenty requests at one worker count as twenty times exp(-2) after a minute."""
+    workers = fleet("ab")
+    workers.busy("a", 20)
+    snapshot = workers.snapshot(60.0)
+    assert crowding_each(snapshot.workers, snapshot.rates) == pytest.approx([1 + 20 * exp(-2), 1.0])
+
+
+def test_an_idle_worker_is_not_crowded(fleet):
+    """A lone conversation stays where it began, however many turns it has had there."""
+    workers = fleet("ab")
+    workers.busy("a", 9)
+    for number in range(1, 9):
+        workers.inflight.finish(f"busy-{number}", 1.0)
+    snapshot = workers.snapshot()
+    assert crowding_each(snapshot.workers, snapshot.rates) == [2.0, 1.0]
+    workers.inflight.finish("busy-9", 1.0)
+    assert crowding_each(snapshot.workers, snapshot.rates) == [1.0, 1.0]

@@ -270,6 +270,7 @@ class _Administration:
                 "block_size": info.block_size_tokens,
                 "blocks_total": info.blocks_total,
                 "max_model_len": info.max_model_len,
+                "max_num_seqs": info.sequences_max,
                 "dtype": info.dtype,
                 "tokenizer_fingerprint": self._engine.renderer.fingerprint,
                 "kv_events": None if publisher is None else publisher.describe(info.block_size_tokens),

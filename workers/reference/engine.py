@@ -96,6 +96,7 @@ class ReferenceEngine:
             max_model_len=max_model_len,
             dtype=str(options.torch_dtype()).removeprefix("torch."),
             root=root or options.served_model_name,
+            sequences_max=options.sequences_max,
         )
         scheduler = Scheduler(KvPool(blocks, size), options.batched_tokens_max, options.sequences_max)
         self._core = EngineCore(

@@ -67,6 +67,7 @@ class SimulatedConfig:
             blocks_total=self.blocks,
             max_model_len=min(self.max_model_len, self.blocks * self.block_size_tokens),
             root=f"simulated:{self.profile.name}",
+            sequences_max=self.limits.sequences_max,
         )
 
 

@@ -3,8 +3,8 @@
 usage: canned_worker.py PORT [CHUNKS]
 
 `POST .../completions` is answered with one JSON body, or with CHUNKS events where the body asks for a stream.
-An answer reports as many prompt tokens as `PUT /prompt_tokens` last said (none before), so that a gateway which compares
-counts finds them right. `GET /v1/models` lists the model `m`; any other GET is 200; any other POST is 404.
+An answer reports as many prompt tokens as `PUT /prompt_tokens` last said (none before), so that a gateway that
+compares counts finds them right. `GET /v1/models` lists the model `m`; any other GET is 200; any other POST is 404.
 """
 
 import asyncio

@@ -114,32 +114,40 @@ def question(random: Random, number: int) -> str:
     return f"{number} " + "".join(random.choice("abcdefghij klmno") for _ in range(180))
 
 
-async def converse(http: httpx.AsyncClient, number: int, period_seconds: float, run: Run) -> None:
+async def converse(
+    http: httpx.AsyncClient, number: int, period_seconds: float, spread: bool, streamed: bool, run: Run
+) -> None:
     random = Random(number)
     loop = asyncio.get_running_loop()
     started = loop.time()
     messages: list[dict[str, Any]] = [SYSTEM]
     history = 0
     for turn in range(TURNS):
-        # All begin at once. Later turns are due once a period, at a random moment of it, however late answers come: the
-        # load that is offered does not fall with the speed that is found.
-        due = started + (turn + random.random()) * period_seconds if turn else started
+        # Due once a period, at a random moment of it, however late answers come: the load that is offered does not fall
+        # with the speed that is found.
+        due = started + (turn + random.random()) * period_seconds if turn or spread else started
         await asyncio.sleep(max(due - loop.time(), 0.0))
         messages.append({"role": "user", "content": question(random, number)})
-        answer = await ask(http, messages)
+        answer = await ask(http, messages, streamed)
         assert answer.prompt_tokens == token_count(messages)
         run.turns.append(Turn(answer.worker, answer.prompt_tokens, answer.cached_tokens, history))
         messages.append({"role": "assistant", "content": answer.text})
         history = whole_blocks(answer.prompt_tokens + OUTPUT_TOKENS - 1)
 
 
-async def ask(http: httpx.AsyncClient, messages: list[dict[str, Any]]) -> Answer:
-    body = {"model": MODEL, "messages": messages, "max_tokens": OUTPUT_TOKENS, "stream": True}
-    answer = await http.post("/v1/chat/completions", json=body | {"stream_options": {"include_usage": True}})
+async def ask(http: httpx.AsyncClient, messages: list[dict[str, Any]], streamed: bool) -> Answer:
+    body: dict[str, Any] = {"model": MODEL, "messages": messages, "max_tokens": OUTPUT_TOKENS}
+    if streamed:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    answer = await http.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
-    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
-    text = "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
-    usage = events[-1]["usage"]
+    if streamed:
+        events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        text = "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
+        usage = events[-1]["usage"]
+    else:
+        document = answer.json()
+        text, usage = document["choices"][0]["message"]["content"], document["usage"]
     assert usage["completion_tokens"] == OUTPUT_TOKENS
     details = usage["prompt_tokens_details"] or {}
     return Answer(worker_of(answer), text, usage["prompt_tokens"], details.get("cached_tokens") or 0)
@@ -153,7 +161,12 @@ def gateway(tmp_path: Path) -> Iterator[Gateway]:
 
 
 @pytest.mark.slow
-async def test_forty_conversations_are_spread_and_miss_hardly_a_cached_token(gateway: Gateway) -> None:
+@pytest.mark.parametrize(
+    ("spread", "streamed"), [(False, True), (True, False)], ids=["at-once-streamed", "spread-in-one-piece"]
+)
+async def test_forty_conversations_are_spread_and_miss_hardly_a_cached_token(
+    gateway: Gateway, spread: bool, streamed: bool
+) -> None:
     period_seconds = CONVERSATIONS / (LOAD * WORKERS * capacity_per_second())
     run = Run()
     limits = httpx.Limits(max_connections=CONVERSATIONS)
@@ -162,7 +175,7 @@ async def test_forty_conversations_are_spread_and_miss_hardly_a_cached_token(gat
         asyncio.TaskGroup() as conversations,
     ):
         for number in range(CONVERSATIONS):
-            conversations.create_task(converse(http, number, period_seconds, run))
+            conversations.create_task(converse(http, number, period_seconds, spread, streamed, run))
     print(run.report())
     assert len(run.turns) == CONVERSATIONS * TURNS
     assert len(run.shares) == WORKERS, run.report()

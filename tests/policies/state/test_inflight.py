@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.state.inflight import InflightAccounting, PrefillSample
+from policies.state.inflight import AnswerSample, InflightAccounting, PrefillSample
 
 
 @pytest.fixture
@@ -216,6 +216,113 @@ class TestPrefillSamples:
     def test_without_a_prior_nothing_is_learned(self, inflight):
         send(inflight, "r")
         assert inflight.first_token("r", 1.0) is None
+
+
+class TestSlots:
+    @staticmethod
+    def answer(inflight, name, start, seconds):
+        send(inflight, name, start, 0.0)
+        inflight.finish(name, start + seconds, answered=True)
+
+    def test_with_all_slots_taken_one_becomes_free_every_nth_of_an_answers_time(self, inflight):
+        account = inflight.account("w")
+        account.new_life(4)
+        self.answer(inflight, "first", 0.0, 2.0)
+        waits = []
+        for number in range(7):
+            waits.append(account.wait_seconds(5.0))
+            send(inflight, f"r{number}", 5.0, 0.0)
+        assert waits == pytest.approx([0.0, 0.0, 0.0, 0.0, 0.5, 1.0, 1.5])
+
+    def test_the_longer_of_both_waits_counts(self, inflight):
+        account = inflight.account("w")
+        account.new_life(1)
+        self.answer(inflight, "first", 0.0, 2.0)
+        send(inflight, "a", 5.0, 3.0)
+        assert account.wait_seconds(5.0) == pytest.approx(3.0)
+        assert account.wait_seconds(8.0) == pytest.approx(2.0)
+
+    def test_waiting_for_a_slot_is_not_holding_one(self, inflight):
+        """Four slots, eight at once: those that found none take twice as long and teach the same."""
+        inflight.account("w").new_life(4)
+        for number in range(8):
+            send(inflight, f"r{number}", 0.0, 0.0)
+        for number in range(8):
+            crowding = 1 + max(number + 1 - 4, 0) / 4
+            inflight.finish(f"r{number}", 2.0 * crowding, answered=True)
+        assert inflight.account("w").slot_seconds == pytest.approx(2.0)
+
+    def test_what_was_not_answered_teaches_nothing(self, inflight):
+        send(inflight, "r", 0.0)
+        inflight.finish("r", 9.0)
+        assert inflight.account("w").slot_seconds == 0.0
+
+    def test_a_new_worker_starts_from_the_fleet(self, inflight):
+        inflight.account("old")
+        self.answer(inflight, "r", 0.0, 2.0)
+        assert (inflight.account("old").slot_seconds, inflight.account("new").slot_seconds) == (2.0, 2.0)
+
+    def test_requests_of_others_take_slots_while_the_report_is_fresh(self, inflight):
+        account = inflight.account("w")
+        account.new_life(4)
+        self.answer(inflight, "first", 0.0, 2.0)
+        send(inflight, "ours", 5.0, 0.0)
+        account.report(running=4, waiting=1, inflight_max=1, until=11.0)
+        assert account.wait_seconds(6.0) == 0.0 + 0.5 * 2  # five there, one to come, four slots
+        assert account.wait_seconds(11.0) == 0.0
+
+    def test_a_report_of_our_own_requests_changes_nothing(self, inflight):
+        account = inflight.account("w")
+        account.new_life(2)
+        self.answer(inflight, "first", 0.0, 2.0)
+        send(inflight, "ours", 5.0, 0.0)
+        account.report(running=1, waiting=0, inflight_max=1, until=99.0)
+        assert account.wait_seconds(6.0) == 0.0
+
+    def test_capacity_is_seen_in_two_reports_of_requests_that_wait(self, inflight):
+        account = inflight.account("w")
+        for running, waiting, capacity in ((5, 1, 0), (9, 0, 0), (7, 2, 0), (8, 3, 8), (6, 1, 8), (10, 0, 10)):
+            account.report(running, waiting, 99, 99.0)
+            assert account.capacity_requests == capacity
+        account.new_life(0)
+        assert account.capacity_requests == 0
+
+
+class TestPlaced:
+    def test_decays_against_the_unit(self, inflight):
+        send(inflight, "a", 0.0, worker="v")
+        send(inflight, "b", 30.0, worker="w")
+        unit = inflight.rates(30.0, 2).placed_unit
+        assert inflight.account("w").placed == pytest.approx(unit)
+        assert inflight.account("v").placed == pytest.approx(unit * exp(-1))
+
+    @pytest.mark.parametrize("pause", [30 * 20.0, 30 * 26.0, 30 * 5000.0])
+    def test_a_pause_of_any_length_leaves_finite_numbers(self, inflight, pause):
+        for number in range(50):
+            send(inflight, f"r{number}", number * pause)
+        rates, account = inflight.rates(49 * pause, 1), inflight.account("w")
+        assert account.placed == pytest.approx(rates.placed_unit, rel=1e-6)
+        assert rates.placed_unit < 1e12
+
+
+class TestWholeAnswers:
+    @staticmethod
+    def send(inflight, in_one_piece=True, prior=0.4):
+        inflight.dispatch("r", "w", 0, 1.0, 900, 0.1, 0, prior, in_one_piece)
+
+    def test_one_is_a_sample(self, inflight):
+        self.send(inflight)
+        assert inflight.finish("r", 3.0, 32, True) == AnswerSample("w", 0, 0.4, 900, 32, 2.0)
+
+    @pytest.mark.parametrize("arguments", [{"in_one_piece": False}, {"prior": None}])
+    def test_a_stream_is_not_and_a_history_is_not(self, inflight, arguments):
+        self.send(inflight, **arguments)
+        assert inflight.finish("r", 3.0, 32, True) is None
+
+    def test_nor_is_one_that_broke_or_that_counts_no_tokens(self, inflight):
+        for output_tokens, answered in ((0, False), (0, True)):
+            self.send(inflight)
+            assert inflight.finish("r", 3.0, output_tokens, answered) is None
 
 
 OPERATIONS = st.lists(

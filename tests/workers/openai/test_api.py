@@ -313,6 +313,7 @@ async def test_models_and_server_info(http: httpx.AsyncClient, worker: Simulated
     assert info["engine"] == "ropeway-simulated"
     assert info["epoch"] == worker.engine.info.epoch
     assert (info["block_size"], info["blocks_total"]) == (16, 4096)
+    assert info["max_num_seqs"] == worker.engine.config.limits.sequences_max
     assert info["tokenizer_fingerprint"] == "plain-bytes-1"
     assert worker.publisher is not None
     assert info["kv_events"]["endpoint"] == worker.publisher.endpoint
