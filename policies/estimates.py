@@ -45,14 +45,12 @@ _SCALE_VARIANCE = 0.5
 class Calibration:
     """Two multipliers fitted online. See the module's opening."""
 
-    __slots__ = ("_covariance", "adjustments", "fixed", "observations", "variable")
+    __slots__ = ("_covariance", "fixed", "observations", "variable")
 
     def __init__(self, fixed: float = 1.0, variable: float = 1.0) -> None:
         self.fixed = fixed
         self.variable = variable
         self.observations = 0
-        self.adjustments = 0
-        """Observations and inferences."""
         self._covariance = (_PRIOR_VARIANCE, 0.0, _PRIOR_VARIANCE)
 
     def __repr__(self) -> str:
@@ -77,7 +75,6 @@ class Calibration:
         gain_fixed, gain_variable = self._update(share, 1.0 - share, variance, _SURPRISE_VARIANCE if surprised else 0.0)
         self.fixed = _clamp(self.fixed * ratio**gain_fixed)
         self.variable = _clamp(self.variable * ratio**gain_variable)
-        self.adjustments += 1
         return True
 
     def relax(self, fixed: float, variable: float, share: float) -> None:
@@ -161,16 +158,6 @@ class PrefillModel:
         fixed = min(requests * self.prior.base_seconds, prior_seconds)
         self.calibration.observe(fixed, prior_seconds - fixed, observed_seconds)
         self.apply_calibration()
-
-    def observe_scale(self, prior_seconds: float, ratio: float) -> None:
-        """Something else about the worker took `ratio` times what its prior says; prefill is likely to as well.
-
-        For as long as nothing better is known: the first observation ends it.
-        """
-        if not self.calibration.observations:
-            fixed = min(self.prior.base_seconds, prior_seconds)
-            self.calibration.adjust(fixed, prior_seconds - fixed, ratio * prior_seconds, _SCALE_VARIANCE)
-            self.apply_calibration()
 
     def apply_calibration(self) -> None:
         """Recompute the coefficients: `prefill_seconds` runs for every candidate of every decision."""
@@ -263,9 +250,8 @@ Model = TypeVar("Model", bound=_Calibrated)
 
 
 def _from_peers(models: dict[Key, Model]) -> Calibration:
-    """Where a newcomer starts: the median of those that have seen something, or else have inferred it."""
-    calibrations = [model.calibration for model in models.values()]
-    seen = [peer for peer in calibrations if peer.observations] or [peer for peer in calibrations if peer.adjustments]
+    """Where a newcomer starts: the median of those that have seen something."""
+    seen = [model.calibration for model in models.values() if model.calibration.observations]
     if not seen:
         return Calibration()
     return Calibration(median(peer.fixed for peer in seen), median(peer.variable for peer in seen))
@@ -296,10 +282,16 @@ class FleetEstimates:
         self._seen: set[WorkerKey] = set()
         self._since_sweep = 0
         self._unseen_rounds = 0
+        self._scale = Calibration()
 
     def prefill(self, key: WorkerKey) -> PrefillModel:
         """The worker's prefill model, made on first use. The same object until `forget`."""
-        return _get(self._prefill, key, lambda start: PrefillModel(self._prefill_prior, start))
+        model = self._prefill.get(key)
+        if model is None:
+            likely = self._likely()
+            model = PrefillModel(self._prefill_prior, Calibration(likely.fixed, likely.variable))
+            self._prefill[key] = model
+        return model
 
     def decode(self, key: WorkerKey) -> DecodeModel:
         return _get(self._decode, key, lambda start: DecodeModel(self._decode_prior, start))
@@ -318,11 +310,18 @@ class FleetEstimates:
             self._sweep()
 
     def observe_answer(self, sample: AnswerSample) -> None:
-        """What `InflightAccounting.finish` returned: prefill and decode in one duration."""
-        prior = self._decode_prior
-        step_seconds = prior.step_seconds + prior.context_token_seconds * sample.prompt_tokens
-        told = sample.prior_seconds + sample.output_tokens * step_seconds
-        self.prefill((sample.worker, sample.rank)).observe_scale(sample.prior_seconds, sample.observed_seconds / told)
+        """What `InflightAccounting.finish` returned: prefill and decode in one duration.
+
+        Prefill is likely to be off by as much as both together. That is a guess about the whole fleet, and goes for
+        workers of which no first token was ever seen.
+        """
+        if self.prefill((sample.worker, sample.rank)).calibration.observations:
+            return
+        prior, decode = sample.prior_seconds, self._decode_prior
+        step_seconds = decode.step_seconds + decode.context_token_seconds * sample.prompt_tokens
+        ratio = sample.observed_seconds / (prior + sample.output_tokens * step_seconds)
+        fixed = min(self._prefill_prior.base_seconds, prior)
+        self._scale.adjust(fixed, prior - fixed, ratio * prior, _SCALE_VARIANCE)
         self._inform_unseen()
 
     def forget(self, key: WorkerKey) -> None:
@@ -342,18 +341,21 @@ class FleetEstimates:
         }
 
     def _inform_unseen(self) -> None:
-        """Workers that nothing is known of go by their peers. Otherwise the first one that turns out slower than the
-        priors say would lose its conversations to them. Asked for often only while the fleet is new."""
+        """Workers that nothing is known of go by the others. Else the first one that proves slower than the priors say
+        would lose its conversations to them. Asked for often only while the fleet is new."""
         self._unseen_rounds += 1
         if self._unseen_rounds > _UNSEEN_ROUNDS and self._unseen_rounds % self._SWEEP_OBSERVATIONS:
             return
-        unseen = [model for model in self._prefill.values() if not model.calibration.adjustments]
-        peers = _from_peers(self._prefill) if unseen else None
-        if peers is None:
-            return
+        unseen = [model for model in self._prefill.values() if not model.calibration.observations]
+        likely = self._likely() if unseen else self._scale
         for model in unseen:
-            model.calibration.fixed, model.calibration.variable = peers.fixed, peers.variable
+            model.calibration.fixed, model.calibration.variable = likely.fixed, likely.variable
             model.apply_calibration()
+
+    def _likely(self) -> Calibration:
+        """What a worker is like of which nothing is known."""
+        seen = any(model.calibration.observations for model in self._prefill.values())
+        return _from_peers(self._prefill) if seen else self._scale
 
     def _sweep(self) -> None:
         peers = _from_peers(self._prefill)

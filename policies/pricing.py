@@ -95,7 +95,9 @@ def crowding_each(workers: Sequence[WorkerView], rates: FleetRates) -> list[floa
     slack = CROWDING_SLACK_REQUESTS * rates.placed_unit
     loads = [view.load for view in workers]
     base = slack + min([load.placed for load in loads])
-    return [min((slack + load.placed) / base, 1.0 + load.inflight) for load in loads]
+    most = [1.0 + load.inflight for load in loads]
+    ratios = [(slack + load.placed) / base for load in loads]
+    return [ratio if ratio < limit else limit for ratio, limit in zip(ratios, most, strict=True)]
 
 
 def slot_price(workers: Sequence[WorkerView]) -> float:

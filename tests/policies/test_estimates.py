@@ -271,7 +271,9 @@ class TestFleet:
         assert seen == unseen > 1.5 * PrefillModel().prefill_seconds(1500, 0)
         for _ in range(10):
             fleet.observe_prefill(self.sample("b", seconds=0.1))
-        assert models[1].prefill_seconds(1500, 0) < 0.7 * models[0].prefill_seconds(1500, 0)
+        seen, unseen = (model.prefill_seconds(1500, 0) for model in models)
+        # First tokens of b are worth more than the guess about both; what was seen of a stays.
+        assert seen == unseen if whole else seen > 1.4 * unseen
 
     def test_where_first_tokens_are_seen_whole_answers_say_nothing(self):
         fleet = FleetEstimates()
