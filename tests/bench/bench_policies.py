@@ -1,4 +1,4 @@
-"""What a decision and its bookkeeping cost: `python tests/bench/bench_policies.py [--json]`.
+"""What a decision and its bookkeeping cost: `python tests/bench/bench_policies.py [--json FILE]`.
 
 Decisions are over a busy fleet with different matches on every worker; each figure is a median over batches.
 """
@@ -90,12 +90,11 @@ def bookkeeping() -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     arguments = parser.parse_args()
     figures = {**decisions(), **bookkeeping()}
     if arguments.json:
-        print(json.dumps({name: round(value, 3) for name, value in figures.items()}))
-        return
+        arguments.json.write_text(json.dumps({name: round(value, 3) for name, value in figures.items()}))
     for name, value in figures.items():
         print(f"{name:<40} {value:8.2f}")
 

@@ -1,6 +1,6 @@
 """What it costs to render, tokenize and name prompts.
 
-    python tests/bench/bench_prompts.py [--tokenizer DIR] [--json]
+    python tests/bench/bench_prompts.py [--tokenizer DIR] [--json FILE]
 
 `cold` is the first time a text is seen, with the words of its language known; `next turn` adds a short user turn to a
 conversation that was named before; `tokenizer` is the tokenizer library alone on the same text. Without `--tokenizer` a
@@ -11,7 +11,6 @@ import argparse
 import json
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -119,15 +118,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="a Hugging Face model directory")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         renderer = HuggingFaceRenderer.load(arguments.tokenizer or trained_directory(Path(scratch)))
         result = list(Bench(renderer, arguments.seed).rows())
     if arguments.json:
-        json.dump(result, sys.stdout, indent=2)
-        print()
-        return
+        arguments.json.write_text(json.dumps(result, indent=1))
     print(f"{'case':<40}{'tokens':>8}{'us':>12}")
     for row in result:
         print(f"{row['case']:<40}{row['tokens']:>8}{row['us_p50']:>12,.1f}  ({row['us_min']:,.1f})")
