@@ -141,7 +141,10 @@ class Prompts:
         return self._named(pool.renderer, naming, rendered)
 
     def _named(self, renderer: Renderer, naming: Naming, rendered: Rendered) -> NamedPrompt | Awaitable[NamedPrompt]:
-        work = self._namer.look_up(renderer, naming, rendered)
+        return self._finish(self._namer.look_up(renderer, naming, rendered))
+
+    def _finish(self, work: Work) -> NamedPrompt | Awaitable[NamedPrompt]:
+        """Name what is left: at once, or in a thread where that would keep the loop from its other requests."""
         if work.missing_characters > self._long_prompt_characters:
             return self._compute_in_thread(work)
         named = work.compute()
@@ -153,16 +156,18 @@ class Prompts:
         self._namer.insert(work)
         return named
 
-    def _name_listed(self, request: Request, pool: ModelPool, naming: Naming, prompt: Any) -> NamedPrompt:
+    def _name_listed(
+        self, request: Request, pool: ModelPool, naming: Naming, prompt: Any
+    ) -> NamedPrompt | Awaitable[NamedPrompt]:
         """Token ids, or several prompts: those are routed by the first and weighed by all."""
         if not isinstance(prompt, list) or not prompt:
             raise PromptError("'prompt' must be a string, a list of strings, token ids, or lists of token ids")
         if all(isinstance(token, int) for token in prompt):
-            return self._name_tokens(naming, prompt)
+            return self._finish(self._look_up_tokens(naming, prompt))
         request.prompts_count = len(prompt)
         lists = [item for item in prompt if isinstance(item, list)]
         if len(lists) == len(prompt):
-            first = self._name_tokens(naming, lists[0])
+            first = self._look_up_tokens(naming, lists[0]).compute()
             return first._replace(token_count=sum(map(len, lists)))
         if not all(isinstance(item, str) for item in prompt):
             raise PromptError("'prompt' mixes strings and token ids")
@@ -172,9 +177,9 @@ class Prompts:
         first = self._namer.name(pool.renderer, naming, pool.renderer.text(prompt[0]))
         return first._replace(token_count=max(estimate, first.token_count))
 
-    def _name_tokens(self, naming: Naming, token_ids: list[Any]) -> NamedPrompt:
+    def _look_up_tokens(self, naming: Naming, token_ids: list[Any]) -> Work:
         try:
-            return self._namer.name_tokens(naming, token_ids)
+            return self._namer.look_up_tokens(naming, token_ids)
         except (OverflowError, TypeError):
             raise PromptError("token ids must be integers from 0 to 2**32-1") from None
 

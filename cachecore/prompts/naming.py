@@ -172,7 +172,14 @@ class PromptNamer:
 
     def name_tokens(self, naming: Naming, token_ids: Sequence[int]) -> NamedPrompt:
         """Name a prompt given as token ids. Raises OverflowError for an id outside [0, 2**32)."""
-        return self.name(_TOKEN_IDS, naming, _TOKEN_IDS.render(token_ids))
+        work = self.look_up_tokens(naming, token_ids)
+        named = work.compute()
+        self.insert(work)
+        return named
+
+    def look_up_tokens(self, naming: Naming, token_ids: Sequence[int]) -> "Work":
+        """As `look_up`, of a prompt given as token ids. Raises OverflowError for an id outside [0, 2**32)."""
+        return self.look_up(_TOKEN_IDS, naming, _TOKEN_IDS.render(token_ids))
 
     def tokens(self, encoder: SegmentEncoder, rendered: Rendered) -> "array[int]":
         """Token ids (typecode 'I') of a rendered prompt. Raises PromptError when it cannot be encoded."""

@@ -30,7 +30,7 @@ async def first_token(engine: ReferenceEngine, name: str, token_ids: list[int]) 
 
 async def run(model: Path, rounds: int) -> dict[str, object]:
     renderer = HuggingFaceRenderer.load(model)
-    engine = ReferenceEngine.load(model, renderer, EngineOptions(), Keyring.generate(), lambda events: None)
+    engine = ReferenceEngine.load(model, renderer, EngineOptions("bench"), Keyring.generate(), lambda events: None)
     await engine.start()
     draw = random.Random(1)
     rows = []
