@@ -128,6 +128,8 @@ class IndexConfig(Section, frozen=True, kw_only=True):
 class PromptsConfig(Section, frozen=True, kw_only=True):
     cache_bytes_max: Bytes = 256 * 1024 * 1024
     """Token ids and hash states kept, so that a conversation's next turn pays for its tail only."""
+    request_templates_allowed: bool = False
+    """Whether a request may bring its own `chat_template`, for engines that allow it too. Rendered in a sandbox."""
 
 
 class GatewayConfig(Section, frozen=True, kw_only=True):

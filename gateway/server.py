@@ -49,7 +49,7 @@ class Gateway:
         self.config = config
         keyring = _load_keyring(config.keyring)
         tenants = Tenants.load(config.tenants.api_keys_file)
-        renderers = load_renderers(config.tokenizers)
+        renderers = load_renderers(config.tokenizers, config.prompts.request_templates_allowed)
         self.knowledge = Knowledge(MemoryIndex(blocks_max=config.index.blocks_max))
         self.prompts = Prompts(
             keyring, PromptNamer(config.prompts.cache_bytes_max), config.limits.long_prompt_characters
@@ -192,12 +192,12 @@ async def _serve(server: uvicorn.Server) -> None:
     await server._serve()
 
 
-def load_renderers(tokenizers: Mapping[str, Path]) -> dict[str, Renderer]:
+def load_renderers(tokenizers: Mapping[str, Path], request_templates_allowed: bool) -> dict[str, Renderer]:
     """A renderer for each configured model. Raises ConfigError naming the directory at fault."""
     renderers: dict[str, Renderer] = {}
     for model, directory in tokenizers.items():
         try:
-            renderers[model] = HuggingFaceRenderer.load(directory)
+            renderers[model] = HuggingFaceRenderer.load(directory, allow_request_templates=request_templates_allowed)
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"tokenizers.{model}: {directory}: {error}") from error
     return renderers
