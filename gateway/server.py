@@ -174,7 +174,7 @@ def _calm_garbage_collector() -> None:
     """What is alive now stays alive, and requests leave no cycles: look for some less often."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 20, 100)
+    gc.set_threshold(10_000, 5, 100)
 
 
 async def _serve_config(config: GatewayConfig) -> None:

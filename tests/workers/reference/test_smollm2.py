@@ -1,7 +1,7 @@
 """The real model: SmolLM2 against transformers, token by token."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -68,8 +68,19 @@ async def engine(directory: Path) -> AsyncIterator[ReferenceEngine]:
     await engine.stop()
 
 
-def assert_same(original: PreTrainedModel, prompt: Sequence[int], got: Sequence[int], want: Sequence[int]) -> None:
-    """Equal, or apart from a step on where the best two logits are as good as equal."""
+Report = Callable[[str], None]
+
+
+@pytest.fixture
+def report(request: pytest.FixtureRequest) -> Report:
+    """Writes a line to the terminal, whether the test passes or not."""
+    return request.config.pluginmanager.get_plugin("terminalreporter").write_line
+
+
+def assert_same(
+    original: PreTrainedModel, prompt: Sequence[int], got: Sequence[int], want: Sequence[int], report: Report
+) -> None:
+    """Equal, or apart from a step on where the best two logits are as good as equal: that is reported."""
     apart = next((index for index, pair in enumerate(zip(got, want, strict=True)) if pair[0] != pair[1]), None)
     if apart is None:
         return
@@ -77,10 +88,15 @@ def assert_same(original: PreTrainedModel, prompt: Sequence[int], got: Sequence[
         logits = original(torch.tensor([[*prompt, *want[:apart]]])).logits[0, -1]
     first, second = logits.topk(2).values.tolist()
     assert first - second < TIE, f"token {apart} differs, top logits {first} and {second}"
+    report(f"a tie: token {apart} differs, top logits {first} and {second}")
 
 
 async def test_greedy_tokens_are_those_of_transformers(
-    engine: ReferenceEngine, original: PreTrainedModel, prompts: list[list[int]], expected: list[list[int]]
+    engine: ReferenceEngine,
+    original: PreTrainedModel,
+    prompts: list[list[int]],
+    expected: list[list[int]],
+    report: Report,
 ) -> None:
     alone = []
     for prompt in prompts:
@@ -99,7 +115,7 @@ async def test_greedy_tokens_are_those_of_transformers(
     assert [cached for _, cached in again] == [(len(prompt) - 1) // 16 * 16 for prompt in prompts]
     for way in (alone, batched, repeated, again):
         for prompt, (got, _), want in zip(prompts, way, expected, strict=True):
-            assert_same(original, prompt, got, want)
+            assert_same(original, prompt, got, want, report)
 
 
 async def test_the_capital_of_france(engine: ReferenceEngine, prompts: list[list[int]]) -> None:
