@@ -59,6 +59,8 @@ class Fleet:
         self._events = zmq.asyncio.Context()
         self._http = httpx.AsyncClient(timeout=probes.timeout_seconds, trust_env=False)
         self._tasks: dict[WorkerRecord, asyncio.Task[None]] = {}
+        self._membership = asyncio.Lock()
+        """Held while workers are added or removed."""
         self.workers: dict[str, WorkerRecord] = {}
         self.pools: dict[str, ModelPool] = {}
         self._adapters: dict[str, str] = {}
@@ -70,8 +72,9 @@ class Fleet:
         return self._http
 
     async def stop(self) -> None:
-        for record in list(self.workers.values()):
-            await self._detach(record)
+        async with self._membership:
+            for record in list(self.workers.values()):
+                await self._detach(record)
         await self._http.aclose()
         self._events.destroy(linger=0)
 
@@ -82,20 +85,29 @@ class Fleet:
         record = WorkerRecord.of(config)
         if len(self.workers) >= WORKERS_MAX:
             raise NoWorker(f"the fleet has {WORKERS_MAX} workers already")
-        for other in [w for w in self.workers.values() if w.name == record.name or w.url == record.url]:
-            await self._detach(other)
-        self.workers[record.name] = record
-        self._tasks[record] = asyncio.create_task(self._follow(record), name=f"probe {record.name}")
+        async with self._membership:
+            for other in [w for w in self.workers.values() if w.name == record.name or w.url == record.url]:
+                await self._detach(other)
+            self.workers[record.name] = record
+            self._tasks[record] = asyncio.create_task(self._follow(record), name=f"probe {record.name}")
         return record
 
     async def remove(self, name: str) -> None:
         """Forget a worker. Requests that it is serving go on."""
-        record = self.workers.get(name)
-        if record is None:
-            raise NotFound(f"there is no worker {name!r}")
-        await self._detach(record)
+        async with self._membership:
+            record = self.workers.get(name)
+            if record is None:
+                raise NotFound(f"there is no worker {name!r}")
+            await self._detach(record)
 
     async def _detach(self, record: WorkerRecord) -> None:
+        """Forget a worker, once nothing is under way any more that could bring it back: its probes, then its events."""
+        record.draining = True
+        task = self._tasks.pop(record)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        await _close_intakes(record)
         record.healthy = False
         record.reason = "removed"
         del self.workers[record.name]
@@ -106,11 +118,6 @@ class Fleet:
             self._knowledge.remove(holder)
         record.connections.close_idle()
         self._rebuild_models()
-        task = self._tasks.pop(record)
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
-        await _close_intakes(record)
 
     # Look-up
 
