@@ -382,11 +382,6 @@ class Exchange:
         if connection is not None:
             connection.abort()
 
-    def fail(self, error: ServiceError | None = None) -> None:
-        """End with an error of our own, before anything was sent."""
-        self._drop_upstream()
-        self._refuse(error or InternalError())
-
     def _refuse(self, error: ServiceError) -> None:
         if self._ended:
             return
