@@ -23,6 +23,7 @@ TENSOR_ROOMS = ("cachecore/kv/", "workers/reference/", "workers/vllm/")
 STORE_ROOMS = ("cachecore/store/", "cachecore/index/")
 CONFINED = {
     "torch": TENSOR_ROOMS,
+    "hiredis": ("cachecore/store/",),
     "redis": STORE_ROOMS,
     "valkey": STORE_ROOMS,
     "boto3": STORE_ROOMS,
