@@ -6,6 +6,10 @@ questions; `rekey.py` decides what reaches them.
 
 Copies are physical: an engine may hold a block twice in one tier and announces each copy, so a handle is forgotten when
 it has been removed as often as it was stored. The counts of a handle's three tiers share one integer.
+
+Another process can go on with a `WholeLedger`: its stores say which handles they are about, and from what an index has
+kept of them (`RestoredRun`) the same ledger is built again. A `PartLedger` needs the tokens of parts that are not yet
+whole, which no index keeps; its stores go without handles.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,8 +20,8 @@ import msgspec
 
 from cachecore.blocks import HASH_BYTES, TOKEN_BYTES, Chain, Extra, PrefixHash, canonical_extras
 from cachecore.holders import Tier
-from cachecore.index.contract import IndexEvent, Removed, Stored
-from cachecore.scope import Naming
+from cachecore.index.contract import IndexEvent, Origin, Removed, Stored
+from cachecore.scope import Fidelity, Naming
 
 _COPIES_BITS: Final = 32
 _COPIES_MASK: Final = (1 << _COPIES_BITS) - 1
@@ -37,6 +41,29 @@ class StoredRun(NamedTuple):
     """For each handle, offsets relative to its own block."""
     salt: str | None = None
     adapter: str | None = None
+
+
+class Root(NamedTuple):
+    """Where the chains of one scope begin."""
+
+    naming: Naming
+    origin: Origin
+    """What the engine said that led to it."""
+
+
+class RestoredRun(NamedTuple):
+    """Consecutive blocks of one chain in one tier, as an index has kept them of `Stored` events with handles.
+
+    Their parent is not needed: they have been named.
+    """
+
+    names: Chain
+    handles: Sequence[int]
+    """One for each name; names of one engine block stand together and have the same."""
+    origin: Origin
+    tier: Tier = Tier.L0
+    copies: Sequence[int] = ()
+    """Of each name; empty when there is one of each."""
 
 
 class HandleRecord(NamedTuple):
@@ -64,10 +91,17 @@ class Emission:
         self._removed: dict[bytes, None] = {}
         self._tier = Tier.L0
 
-    def stored(self, parent: PrefixHash, chain: Chain, tier: Tier) -> None:
+    def stored(
+        self,
+        parent: PrefixHash,
+        chain: Chain,
+        tier: Tier,
+        handles: tuple[int, ...] = (),
+        origin: Origin | None = None,
+    ) -> None:
         self.flush()
         self.stored_blocks += len(chain) // HASH_BYTES
-        self.events.append(Stored(parent, chain, tier))
+        self.events.append(Stored(parent, chain, tier, Fidelity.EXACT, handles, origin))
 
     def removed(self, names: bytes, tier: Tier) -> None:
         """One copy of `names` is gone. A second copy of a name needs an event of its own."""
@@ -91,7 +125,7 @@ class Ledger(Protocol):
 
     def __contains__(self, handle: int) -> bool: ...
 
-    def store(self, run: StoredRun, root: Naming | None, out: Emission) -> None:
+    def store(self, run: StoredRun, root: Root | None, out: Emission) -> None:
         """Name the run's blocks after their parent, which is known; `root` names a run without a parent.
 
         Blocks in a scope that is not ours (`root` None, or a parent in such a scope) are followed without names, so
@@ -122,12 +156,36 @@ def _copies_by_tier(copies: int) -> tuple[int, int, int]:
     return _copies_in(copies, Tier.L0), _copies_in(copies, Tier.L1), _copies_in(copies, Tier.L2)
 
 
+def _names_per_handle(run: RestoredRun) -> int:
+    handles = run.handles
+    if not handles or len(handles) * HASH_BYTES != len(run.names):
+        raise ValueError(f"{len(handles)} handles for {len(run.names)} bytes of names")
+    each = next((at for at, handle in enumerate(handles) if handle != handles[0]), len(handles))
+    firsts = handles[::each]
+    if any(handles[at::each] != firsts for at in range(1, each)) or len(set(firsts)) != len(firsts):
+        raise ValueError("handles stand for different numbers of blocks")
+    return each
+
+
+def _copies_per_handle(run: RestoredRun, each: int) -> Sequence[int]:
+    """All blocks of a handle come and go together."""
+    if not run.copies:
+        return (1,) * (len(run.handles) // each)
+    copies = run.copies[::each]
+    if len(run.copies) != len(run.handles) or any(run.copies[at::each] != copies for at in range(1, each)):
+        raise ValueError("blocks of one handle have different numbers of copies")
+    if not all(0 < count <= _COPIES_MASK for count in copies):
+        raise ValueError("what is held has at least one copy")
+    return copies
+
+
 # ---- engine blocks that hold one or more of ours ---------------------------------------------------------------------
 
 
 class _Block(msgspec.Struct, gc=False):  # a million of these: no dict, and nothing for the collector to walk
     names: bytes
-    naming: Naming | None
+    root: Root | None
+    """None in a scope that is not ours, or no longer ours; children are then followed without names."""
     copies: int
 
 
@@ -148,26 +206,44 @@ class WholeLedger:
     def __contains__(self, handle: int) -> bool:
         return handle in self._blocks
 
-    def store(self, run: StoredRun, root: Naming | None, out: Emission) -> None:
-        naming, parent = self._after(run.parent, root)
+    def store(self, run: StoredRun, root: Root | None, out: Emission) -> None:
+        root, parent = self._after(run.parent, root)
         chain = Chain(b"")
-        if naming is not None:
-            chain = naming.hasher.chain(parent, run.tokens, self._canonical(run))
-            out.stored(parent, chain, run.tier)
+        if root is not None:
+            chain = root.naming.hasher.chain(parent, run.tokens, self._canonical(run))
+            out.stored(parent, chain, run.tier, run.handles, root.origin)
         else:
             out.foreign_blocks += len(run.handles)
-        self._follow(run, naming, chain, out)
+        self._follow(run, root, chain, out)
         if len(self._blocks) > self._handles_max:
             self._evict(out)
 
-    def _after(self, parent: int | None, root: Naming | None) -> tuple[Naming | None, PrefixHash]:
-        """Naming and name that a run continues; the name is empty outside our scopes."""
-        if parent is None:
-            return root, PrefixHash(b"") if root is None else root.root
-        block = self._blocks[parent]
-        return block.naming, PrefixHash(block.names[-HASH_BYTES:])
+    def restore(self, run: RestoredRun, root: Root | None) -> None:
+        """Know a run's handles again; `root` None keeps the names, for removals, and gives none to children.
 
-    def _follow(self, run: StoredRun, naming: Naming | None, chain: Chain, out: Emission) -> None:
+        Raises ValueError when the run contradicts itself or one restored before. So does a handle of which only some
+        names were kept: a child of it would be named after the wrong block.
+        """
+        blocks, unit, each = self._blocks, _unit(run.tier), _names_per_handle(run)
+        copies, step = _copies_per_handle(run, each), each * HASH_BYTES
+        known = next(iter(blocks.values()), None)
+        if known is not None and len(known.names) != step:
+            raise ValueError("handles stand for different numbers of blocks")
+        for at, handle in enumerate(run.handles[::each]):
+            names = run.names[at * step : (at + 1) * step]
+            block = blocks.setdefault(handle, _Block(names, root, 0))
+            if block.names != names:
+                raise ValueError(f"handle {handle} stands for different blocks")
+            block.copies += copies[at] * unit
+
+    def _after(self, parent: int | None, root: Root | None) -> tuple[Root | None, PrefixHash]:
+        """Root and name that a run continues; the name is empty outside our scopes."""
+        if parent is None:
+            return root, PrefixHash(b"") if root is None else root.naming.root
+        block = self._blocks[parent]
+        return block.root, PrefixHash(block.names[-HASH_BYTES:])
+
+    def _follow(self, run: StoredRun, root: Root | None, chain: Chain, out: Emission) -> None:
         blocks, unit, step = self._blocks, _unit(run.tier), len(chain) // len(run.handles)
         start = 0
         for handle in run.handles:
@@ -178,7 +254,7 @@ class WholeLedger:
                 self._disown(blocks.pop(handle), out)
                 block = None
             if block is None:
-                blocks[handle] = _Block(names, naming, unit)
+                blocks[handle] = _Block(names, root, unit)
             else:
                 block.copies += unit
 
@@ -199,7 +275,8 @@ class WholeLedger:
 
     def records(self) -> Iterator[HandleRecord]:
         for handle, block in self._blocks.items():
-            yield HandleRecord(handle, Chain(block.names), block.naming, _copies_by_tier(block.copies))
+            naming = None if block.root is None else block.root.naming
+            yield HandleRecord(handle, Chain(block.names), naming, _copies_by_tier(block.copies))
 
     def _disown(self, block: _Block, out: Emission) -> None:
         """Take back all copies of a block that we can no longer follow."""
@@ -263,6 +340,7 @@ class PartLedger:
     """Engine blocks of 1/m of our size, m >= 2.
 
     One of our blocks is stored in a tier when its last missing part arrives there and removed when the first is lost.
+    Its stores name no handles: nobody else can go on with this ledger.
     """
 
     def __init__(self, parts_per_block: int, handles_max: int) -> None:
@@ -276,7 +354,7 @@ class PartLedger:
     def __contains__(self, handle: int) -> bool:
         return handle in self._parts
 
-    def store(self, run: StoredRun, root: Naming | None, out: Emission) -> None:
+    def store(self, run: StoredRun, root: Root | None, out: Emission) -> None:
         before = None if run.parent is None else self._parts[run.parent]
         part_bytes = len(run.tokens) // len(run.handles)
         complete: list[_Part] = []
@@ -312,7 +390,7 @@ class PartLedger:
             yield HandleRecord(handle, Chain(part.name), part.naming, _copies_by_tier(part.copies))
 
     def _add(
-        self, handle: int, before: _Part | None, root: Naming | None, tokens: bytes, extras: Sequence[Extra]
+        self, handle: int, before: _Part | None, root: Root | None, tokens: bytes, extras: Sequence[Extra]
     ) -> _Part:
         part = self._continued(handle, before, root)
         place = len(part.path) - 1
@@ -326,10 +404,12 @@ class PartLedger:
         self._parts[handle] = part
         return part
 
-    def _continued(self, handle: int, before: _Part | None, root: Naming | None) -> _Part:
+    def _continued(self, handle: int, before: _Part | None, root: Root | None) -> _Part:
         """A new part after `before`: further along in the same block of ours, or at the start of the next."""
         if before is None:
-            return _Part(handle, root, PrefixHash(b"") if root is None else root.root, ())
+            if root is None:
+                return _Part(handle, None, PrefixHash(b""), ())
+            return _Part(handle, root.naming, root.naming.root, ())
         if len(before.path) == self._parts_per_block:
             return _Part(handle, before.naming, before.name, ())
         return _Part(handle, before.naming, before.parent, before.path)

@@ -23,8 +23,17 @@ from typing import Final
 from cachecore.blocks import Extra, pack_tokens
 from cachecore.events import BlockKeys, BlockRemoved, BlockStored, ExtraKey, KvEvent, tier_of
 from cachecore.holders import Tier
-from cachecore.index.contract import Cleared, IndexEvent
-from cachecore.ledgers import Emission, HandleRecord, Ledger, PartLedger, StoredRun, WholeLedger
+from cachecore.index.contract import Cleared, IndexEvent, Origin
+from cachecore.ledgers import (
+    Emission,
+    HandleRecord,
+    Ledger,
+    PartLedger,
+    RestoredRun,
+    Root,
+    StoredRun,
+    WholeLedger,
+)
 from cachecore.scope import Naming
 
 NamingFor = Callable[[str | None, str | None], Naming | None]
@@ -85,7 +94,7 @@ class Rekeyer:
         self._pending = _Pending(pending_blocks_max)
         self._ledger: Ledger | None = None
         self._parts_per_block = 0
-        self._namings: dict[tuple[str | None, str | None], Naming] = {}
+        self._roots: dict[tuple[str | None, str | None, int | None], Root] = {}
         self._group_kinds: dict[int, str | None] = {}
         self._group: int | None = None
         self._stats = RekeyStats()
@@ -104,6 +113,32 @@ class Rekeyer:
         self._stats.foreign += out.foreign_blocks
         return events_out
 
+    def restore(self, runs: Iterable[RestoredRun]) -> None:
+        """Go on where another rekeyer of this stream stopped, from what an index has kept of the events it gave.
+
+        For a rekeyer that has seen nothing yet. The runs hold every batch up to a certain one; the next to be rekeyed
+        is the one after it. From then on the events are those the other would have given, except for children of
+        blocks that it followed without names and for blocks that waited for their parent: an index has neither. Such
+        children wait here, at worst for ever, which makes later matches shorter.
+
+        Keys and settings may have changed since. Where a run's naming is not what it was, or no longer ours, the run
+        keeps its names so that its removals are understood, and its children are followed without names.
+
+        Raises ValueError, and still knows nothing, when the runs contradict themselves or each other, or when none of
+        them is named as it would be now: then there is nothing to go on with.
+        """
+        ledger = WholeLedger(self._block_size_tokens, self._handles_max)
+        group, ours = None, False
+        for run in runs:
+            group = run.origin.group if group is None else group
+            root = self._root_again(run.origin)
+            ours = ours or root is not None
+            ledger.restore(run, root)
+        if len(ledger) and not ours:
+            raise ValueError("none of the runs is named as it would be now")
+        if len(ledger):
+            self._ledger, self._parts_per_block, self._group = ledger, 1, group
+
     def clear(self) -> None:
         """Forget every handle: the engine was restarted, or events were lost for good."""
         self._ledger = None
@@ -112,7 +147,7 @@ class Rekeyer:
     def stats(self) -> RekeyStats:
         self._stats.pending = len(self._pending)
         self._stats.handles = 0 if self._ledger is None else len(self._ledger)
-        self._stats.namings = len(self._namings)
+        self._stats.namings = len(self._roots)
         return self._stats
 
     def handles(self) -> Iterator[HandleRecord]:
@@ -147,7 +182,7 @@ class Rekeyer:
         """Store the run, then the runs that waited for one of its blocks, then those that waited for these."""
         ready = [run]
         for each in ready:
-            root = self._naming(each.salt, each.adapter) if each.parent is None else None
+            root = self._root(each.salt, each.adapter, self._group) if each.parent is None else None
             ledger.store(each, root, out)
             if self._pending:
                 ready += self._pending.take(each.handles)
@@ -176,19 +211,24 @@ class Rekeyer:
             raise _Refused("block_size")
         return self._ledger
 
-    def _naming(self, salt: str | None, adapter: str | None) -> Naming | None:
-        key = (salt, adapter)
-        naming = self._namings.get(key)
-        if naming is None:
+    def _root(self, salt: str | None, adapter: str | None, group: int | None) -> Root | None:
+        key = (salt, adapter, group)
+        root = self._roots.get(key)
+        if root is None:
             naming = self._naming_for(salt, adapter)
             if naming is None:
                 return None  # not kept: a reloaded keyring may know it a moment later
             if naming.hasher.block_size_tokens != self._block_size_tokens:
                 raise ValueError("a naming's block size must be the rekeyer's")
-            if len(self._namings) >= _NAMINGS_MAX:
-                self._namings.clear()
-            self._namings[key] = naming
-        return naming
+            if len(self._roots) >= _NAMINGS_MAX:
+                self._roots.clear()
+            root = self._roots[key] = Root(naming, Origin(*key, naming.root))
+        return root
+
+    def _root_again(self, origin: Origin) -> Root | None:
+        """The root that a chain had; None when its naming is no longer ours, or another than it was."""
+        root = self._root(origin.salt, origin.adapter, origin.group)
+        return root if root is not None and root.origin == origin else None
 
     # ---- removals ----------------------------------------------------------------------------------------------------
 

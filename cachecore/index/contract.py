@@ -25,17 +25,42 @@ from cachecore.holders import Holder, Place, Tier
 from cachecore.scope import Fidelity
 
 
+class Origin(NamedTuple):
+    """By what a chain is named. Kept whole beside handles, so that whoever follows the stream next names alike.
+
+    Constant along a chain, and few: one for each (salt, adapter) of a stream.
+    """
+
+    salt: str | None
+    """Cache salt that the first block of the prompt was stored under."""
+    adapter: str | None
+    group: int | None = None
+    """The engine's KV cache group that the handles belong to; None when it has but one."""
+    root: PrefixHash = PrefixHash(b"")
+    """Of the naming, as evidence: keys and settings may have changed since."""
+
+
 class Stored(NamedTuple):
     """Consecutive blocks of one chain have been stored.
 
     `parent` is the PrefixHash before the first of them (the chain's root for block 0). Whoever cannot name the parent
     cannot name the blocks: such stores never reach an index.
+
+    The last two fields change nothing that is matched. An index that outlives its writer keeps them, so that whoever
+    follows the event stream next knows which blocks the engine means; every other index ignores them.
     """
 
     parent: PrefixHash
     chain: Chain
     tier: Tier = Tier.L0
     fidelity: Fidelity = Fidelity.EXACT
+    handles: tuple[int, ...] = ()
+    """The engine's handles of these blocks, 0 <= handle < 2**64, each standing for as many consecutive blocks as the
+    others (k names a handle): an index that keeps handles drops all blocks of one or none. Empty when a handle does not
+    stand for whole blocks. A holder that has blocks without handles, or one block under two different handles, cannot
+    be handed over: a later removal would not be understood."""
+    origin: Origin | None = None
+    """How the chain is named; None for a store without handles."""
 
 
 class Removed(NamedTuple):

@@ -69,6 +69,8 @@ class IntakeStats:
     other_rank: int = 0
     stale: int = 0
     """Batches that the index had seen."""
+    refused: int = 0
+    """Batches that the index would not take though it had not seen them. After the first nothing more is applied."""
     gaps: int = 0
     """Times that batches were lost for good and the holder was cleared."""
     restarts: int = 0
@@ -87,6 +89,9 @@ class EventIntake:
     """Follows the events of one rank of one life of a worker, from `start` to `stop`, on the running loop.
 
     `on_void` is called after everything known of the holder was dropped: its trust falls until events rebuild it.
+
+    `resume_from` goes on for another intake, whose last batch it names. The index and the (restored) rekeyer must know
+    the stream up to that batch; what came after it is asked for.
     """
 
     def __init__(
@@ -97,6 +102,8 @@ class EventIntake:
         rekeyer: Rekeyer,
         context: zmq.asyncio.Context,
         on_void: Callable[[VoidReason], None] = lambda reason: None,
+        *,
+        resume_from: int | None = None,
     ) -> None:
         self.holder = holder
         self.source = source
@@ -104,17 +111,19 @@ class EventIntake:
         self._rekeyer = rekeyer
         self._context = context
         self._on_void = on_void
+        self._resume_from = resume_from
         self._tracker = SequenceTracker(source.waiting_batches_max)
         self._stats = IntakeStats()
         self._queue: deque[Apply | Void] = deque()
         self._filled, self._drained = asyncio.Event(), asyncio.Event()
+        self._live: zmq.asyncio.Socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._replay: asyncio.Task[None] | None = None
         self._reads = 0
 
     async def start(self) -> None:
-        """Subscribe and ask for the past. Raises zmq.ZMQError for an endpoint that cannot be used."""
-        live = self._socket(zmq.SUB)
+        """Subscribe and ask for what was announced before. Raises zmq.ZMQError for an endpoint that cannot be used."""
+        live = self._live = self._socket(zmq.SUB)
         try:
             live.setsockopt_string(zmq.SUBSCRIBE, self.source.topic)
             (live.bind if self.source.bind else live.connect)(self.source.live_endpoint)
@@ -122,17 +131,30 @@ class EventIntake:
             live.close(linger=0)
             raise
         self._tasks = [asyncio.create_task(self._read_live(live)), asyncio.create_task(self._apply_queued())]
-        self._do(self._tracker.start())
+        cursor = self._resume_from
+        self._do(self._tracker.start() if cursor is None else self._tracker.resume(cursor))
 
     async def stop(self) -> None:
         """Stop reading and close the sockets; what is queued is dropped. Raises what a task of the intake died of."""
-        tasks = [*self._tasks, *([self._replay] if self._replay else [])]
+        tasks = self.halt()
         self._tasks, self._replay = [], None
-        for task in tasks:
-            task.cancel()
-        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        if self._live is not None:
+            self._live.close(linger=0)
+        for outcome in outcomes:
             if isinstance(outcome, Exception):
                 raise outcome
+
+    def halt(self) -> list[asyncio.Task[None]]:
+        """From this moment on apply nothing, for instance because another follows the stream. `stop` must still come.
+
+        Returns the tasks that end now.
+        """
+        self._queue.clear()
+        tasks = [*self._tasks, *([self._replay] if self._replay else [])]
+        for task in tasks:
+            task.cancel()
+        return tasks
 
     def stats(self) -> IntakeStats:
         self._stats.queued = len(self._queue)
@@ -150,16 +172,14 @@ class EventIntake:
         return socket
 
     async def _read_live(self, live: zmq.asyncio.Socket) -> None:
-        with live:
-            live.linger = 0
-            while True:
-                frames = await live.recv_multipart()
-                self._stats.last_seen = time.monotonic()
-                if len(frames) == 3 and len(frames[1]) == _SEQUENCE_BYTES:
-                    self._do(self._tracker.live(int.from_bytes(frames[1], "big"), frames[2]))
-                else:
-                    self._stats.malformed += 1
-                await self._room()
+        while True:
+            frames = await live.recv_multipart()
+            self._stats.last_seen = time.monotonic()
+            if len(frames) == 3 and len(frames[1]) == _SEQUENCE_BYTES:
+                self._do(self._tracker.live(int.from_bytes(frames[1], "big"), frames[2]))
+            else:
+                self._stats.malformed += 1
+            await self._room()
 
     async def _read_replay(self, start: int, endpoint: str) -> None:
         complete = False
@@ -257,7 +277,18 @@ class EventIntake:
         self._stats.events += len(events)
         if batch.timestamp:
             self._stats.lag_seconds = time.time() - batch.timestamp
-        self._stats.stale += not self._index.apply(self.holder, action.sequence, self._rekeyer.rekey(events))
+        if not self._index.apply(self.holder, action.sequence, self._rekeyer.rekey(events)):
+            self._not_taken(action.sequence)
+
+    def _not_taken(self, sequence: int) -> None:
+        known = self._index.sequence(self.holder)
+        if known is not None and sequence <= known:
+            self._stats.stale += 1
+            return
+        # What came next would stand on a hole, and what the index knows may be another follower's: leave it alone.
+        self._stats.refused += 1
+        logger.warning("events of %s: the index does not take batch %d; nothing more is applied", self.holder, sequence)
+        self.halt()
 
     def _void(self, reason: VoidReason) -> None:
         self._rekeyer.clear()

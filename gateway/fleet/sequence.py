@@ -10,6 +10,11 @@ reconnect), publishers restart, and replies to a replay race the live stream. Th
   wrong; so a history that starts in the middle is taken as it comes.
 * A live number that is not above the last LIVE one means a new publisher (unless the very same batch came twice).
   Numbers below what a replay has brought are no such sign: the live copy merely came second.
+* Whoever goes on for another knows the stream up to that one's last batch, and owes it every batch from there on: now
+  a history that starts later is a gap. A new subscription brings new messages only, so its first number, too, must lie
+  above that batch. And the replay begins WITH that batch: a publisher that has neither it nor anything later to show
+  is a new one. (One that is new and has already come further cannot be told from the old one by its numbers; that is
+  for whoever watches the worker's process.)
 """
 
 from collections import deque
@@ -59,6 +64,9 @@ class SequenceTracker:
         self._covered: int | None = None
         """A replay under way must bring every batch from `expected` to below this one; None when it owes nothing."""
         self._last_live: Apply | None = None
+        """What live numbers must stay above; after a resumption, a stand-in for the last batch that was applied."""
+        self._unproven = False
+        """The stream was resumed, and nothing has come from its publisher yet."""
 
     def __repr__(self) -> str:
         return f"SequenceTracker(expected={self.expected}, replaying={self.replaying}, waiting={len(self._waiting)})"
@@ -67,12 +75,20 @@ class SequenceTracker:
         """Before the first message: what the worker announced before we came."""
         return [self._request(0, None)]
 
+    def resume(self, cursor: int) -> list[Action]:
+        """Before the first message, in place of `start`: every batch up to `cursor` has been applied by another."""
+        self.expected = cursor + 1
+        self._last_live = Apply(cursor, b"")
+        self._unproven = True
+        return [self._request(cursor, self.expected)]
+
     def live(self, sequence: int, payload: bytes) -> list[Action]:
         """A message of the live stream has arrived."""
         message, last = Apply(sequence, payload), self._last_live
         if last is not None and sequence <= last.sequence:
             return [] if message == last else self._restart(message)
         self._last_live = message
+        self._unproven = False
         if self.replaying:
             self._wait(message)
             return []
@@ -82,6 +98,7 @@ class SequenceTracker:
         """A message of the replay under way has arrived."""
         if not self.replaying:
             return []
+        self._unproven = False
         expected, actions = self.expected, list[Action]()
         if expected is not None and sequence < expected:
             return []
@@ -95,6 +112,8 @@ class SequenceTracker:
         if not self.replaying:
             return []
         self.replaying = False
+        if complete and self._unproven:
+            return self._start_over()
         first = self._waiting[0].sequence if self._waiting else None
         actions: list[Action] = []
         if self.expected is None:
@@ -124,9 +143,16 @@ class SequenceTracker:
     def _restart(self, message: Apply) -> list[Action]:
         self._last_live = message
         self._waiting.clear()
-        self.replaying = False
+        self.replaying = self._unproven = False
         self.expected = None
         return [Void(VoidReason.RESTART), *self._next(message)]
+
+    def _start_over(self) -> list[Action]:
+        """The publisher is a new one and has not sent anything since we came."""
+        self._last_live = None
+        self._unproven = False
+        self.expected = None
+        return [Void(VoidReason.RESTART), *self.start()]
 
     def _request(self, start: int, covered: int | None) -> Replay:
         self.replaying = True

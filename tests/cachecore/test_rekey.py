@@ -74,6 +74,11 @@ def held(emitted, tier=Tier.L0):
     return {name for name, count in copies.items() if count}
 
 
+def bare(emitted):
+    """Index events without what only a hand-over needs."""
+    return [event._replace(handles=(), origin=None) if isinstance(event, Stored) else event for event in emitted]
+
+
 def depth(index, chain):
     return max(index.match(chain).depths.values(), default=0)
 
@@ -88,8 +93,8 @@ def part(chain, *positions):
 def test_a_store_gets_our_names_and_a_child_continues_them():
     subject = rekeyer()
     chain = names(tokens(20))
-    assert subject.rekey([stored([1, 2])]) == [Stored(DEFAULT.root, chain[:32])]
-    assert subject.rekey([stored([3, 4, 5], 2)]) == [Stored(chain[16:32], chain[32:])]
+    assert bare(subject.rekey([stored([1, 2])])) == [Stored(DEFAULT.root, chain[:32])]
+    assert bare(subject.rekey([stored([3, 4, 5], 2)])) == [Stored(chain[16:32], chain[32:])]
 
 
 def test_each_block_s_parent_is_its_predecessor():
@@ -174,7 +179,7 @@ def test_images_change_names_from_the_block_they_begin_in():
     keys = (None, (("image-x", 1),), (("image-x", -3),))
     emitted = rekeyer().rekey([stored([1, 2, 3], extra_keys=keys)])
     extras = [b"", canonical_extras([Extra(1, b"image-x")]), canonical_extras([Extra(-3, b"image-x")])]
-    assert emitted == [Stored(DEFAULT.root, names(tokens(12), extras=extras))]
+    assert bare(emitted) == [Stored(DEFAULT.root, names(tokens(12), extras=extras))]
     plain = names(tokens(12))
     assert held(emitted) & part(plain, 0, 1, 2) == part(plain, 0)
 
@@ -192,13 +197,13 @@ def test_images_change_names_from_the_block_they_begin_in():
 )
 def test_keys_as_extras(key, extra):
     emitted = rekeyer().rekey([stored([1, 2], extra_keys=((key,), None))])
-    assert emitted == [Stored(DEFAULT.root, names(tokens(8), extras=[canonical_extras([extra]), b""]))]
+    assert bare(emitted) == [Stored(DEFAULT.root, names(tokens(8), extras=[canonical_extras([extra]), b""]))]
 
 
 @pytest.mark.parametrize("key", ["ad", ("lora", "ad", "/path"), ("cache_salt", "anything")])
 def test_keys_that_repeat_the_scope_are_no_extras(key):
     emitted = rekeyer().rekey([stored([1], lora_name="ad", extra_keys=((key,),))])
-    assert emitted == [Stored(naming(adapter="ad").root, names(tokens(4), naming(adapter="ad")))]
+    assert bare(emitted) == [Stored(naming(adapter="ad").root, names(tokens(4), naming(adapter="ad")))]
 
 
 def test_an_offset_out_of_range_costs_its_event():
@@ -217,7 +222,7 @@ def test_larger_engine_blocks_stand_for_several_of_ours(ratio):
     chain = names(tokens(size * 3))
     subject = rekeyer()
     emitted = subject.rekey([stored([1, 2], size=size), stored([3], 2, size=size)])
-    assert emitted[0] == Stored(DEFAULT.root, chain[: 2 * ratio * HASH_BYTES])
+    assert bare(emitted)[0] == Stored(DEFAULT.root, chain[: 2 * ratio * HASH_BYTES])
     assert held(emitted) == part(chain, *range(3 * ratio))
     emitted += subject.rekey([BlockRemoved((2,))])
     assert held(emitted) == part(chain, *range(ratio), *range(2 * ratio, 3 * ratio))
@@ -226,7 +231,7 @@ def test_larger_engine_blocks_stand_for_several_of_ours(ratio):
 def test_an_image_in_a_larger_engine_block():
     emitted = rekeyer().rekey([stored([1], size=12, extra_keys=((("id", 6),),))])
     extras = [b"", canonical_extras([Extra(2, b"id")]), canonical_extras([Extra(-2, b"id")])]
-    assert emitted == [Stored(DEFAULT.root, names(tokens(12), extras=extras))]
+    assert bare(emitted) == [Stored(DEFAULT.root, names(tokens(12), extras=extras))]
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -290,7 +295,8 @@ def test_an_image_in_smaller_engine_blocks():
 @pytest.mark.parametrize("size", [3, 6])
 def test_sizes_that_do_not_divide_are_refused_aloud(size):
     subject = rekeyer()
-    assert subject.rekey([stored([1], size=size), stored([2], start=0)]) == [Stored(DEFAULT.root, names(tokens(4)))]
+    emitted = subject.rekey([stored([1], size=size), stored([2], start=0)])
+    assert bare(emitted) == [Stored(DEFAULT.root, names(tokens(4)))]
     assert subject.stats().refused == {"block_size": 1}
 
 

@@ -1,4 +1,4 @@
-"""The order of event streams, first by scripts, then over real sockets."""
+"""Event streams over real sockets, followed by one and by one after another."""
 
 import asyncio
 import time
@@ -8,206 +8,16 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from cachecore.blocks import pack_tokens
+from cachecore.blocks import pack_tokens, split_chain
 from cachecore.events import AllBlocksCleared, BlockRemoved, BlockStored, Dialect, EventBatch, encode_batch
 from cachecore.holders import Epoch, Tier, Worker, WorkerName
 from cachecore.index.memory import MemoryIndex
 from cachecore.rekey import Rekeyer
 from cachecore.scope import DEFAULT_TENANT, IdentityScope, Keyring, Naming
 from gateway.fleet.intake import EventIntake, EventSource
-from gateway.fleet.sequence import Apply, Replay, SequenceTracker, Void, VoidReason
+from gateway.fleet.sequence import VoidReason
+from tests.cachecore.handover import Engine, Kept, naming_for
 from workers.publisher import EventPublisher, PublisherConfig, ReplayFraming
-
-GAP, RESTART = Void(VoidReason.GAP), Void(VoidReason.RESTART)
-
-
-# ---- scripts ---------------------------------------------------------------------------------------------------------
-
-
-def batch(sequence, life=""):
-    return Apply(sequence, f"{sequence}{life}".encode())
-
-
-def started(first_live=0):
-    """A tracker whose first replay brought nothing, and which has applied live batches below `first_live`."""
-    tracker = SequenceTracker()
-    assert tracker.start() == [Replay(0)]
-    assert tracker.replay_ended(complete=True) == []
-    for sequence in range(first_live):
-        assert tracker.live(*batch(sequence)) == [batch(sequence)]
-    return tracker
-
-
-def test_live_batches_are_applied_as_they_come():
-    assert started(5).expected == 5
-
-
-def test_what_was_announced_before_we_came_is_replayed_first():
-    tracker = SequenceTracker()
-    tracker.start()
-    assert tracker.live(*batch(3)) == []
-    assert [tracker.replayed(*batch(sequence)) for sequence in range(5)] == [[batch(n)] for n in range(5)]
-    assert tracker.replay_ended(complete=True) == []
-    assert tracker.live(*batch(4)) == []
-    assert tracker.live(*batch(5)) == [batch(5)]
-
-
-def test_a_history_that_starts_in_the_middle_is_taken_as_it_comes():
-    tracker = SequenceTracker()
-    tracker.start()
-    assert tracker.replayed(*batch(700)) == [batch(700)]
-    assert tracker.replayed(*batch(703)) == [batch(703)]
-    assert tracker.replay_ended(complete=True) == []
-    assert tracker.live(*batch(704)) == [batch(704)]
-
-
-def test_without_any_replay_the_stream_starts_where_we_came():
-    tracker = SequenceTracker()
-    tracker.start()
-    assert tracker.replay_ended(complete=False) == []
-    assert tracker.live(*batch(40)) == [Replay(0)]
-    assert tracker.replay_ended(complete=False) == [batch(40)]
-    assert tracker.live(*batch(41)) == [batch(41)]
-
-
-def test_a_worker_that_comes_up_later_starts_at_zero():
-    tracker = SequenceTracker()
-    tracker.start()
-    tracker.replay_ended(complete=False)
-    assert tracker.live(*batch(0)) == [batch(0)]
-
-
-def test_a_gap_is_filled_by_replay():
-    """E7, the missing ones available."""
-    tracker = started(3)
-    assert tracker.live(*batch(5)) == [Replay(3)]
-    assert tracker.live(*batch(6)) == []
-    assert tracker.replayed(*batch(3)) == [batch(3)]
-    assert tracker.replayed(*batch(4)) == [batch(4)]
-    assert tracker.replayed(*batch(5)) == [batch(5)]
-    assert tracker.replay_ended(complete=True) == [batch(6)]
-    assert [tracker.live(*batch(n)) for n in range(7, 107)] == [[batch(n)] for n in range(7, 107)]
-
-
-@pytest.mark.parametrize("complete", [True, False])
-def test_a_gap_that_nobody_fills_voids_the_holder(complete):
-    """E7, the missing ones lost."""
-    tracker = started(3)
-    assert tracker.live(*batch(5)) == [Replay(3)]
-    assert tracker.live(*batch(6)) == []
-    assert tracker.replay_ended(complete) == [GAP, batch(5), batch(6)]
-    assert tracker.live(*batch(7)) == [batch(7)]
-
-
-def test_a_replay_that_begins_too_late_voids_the_holder_once():
-    tracker = started(3)
-    tracker.live(*batch(9))
-    assert tracker.replayed(*batch(6)) == [GAP, batch(6)]
-    assert tracker.replayed(*batch(7)) == [batch(7)]
-    assert tracker.replayed(*batch(8)) == [batch(8)]
-    assert tracker.replay_ended(complete=True) == [batch(9)]
-
-
-def test_a_replay_that_breaks_off_voids_the_holder():
-    tracker = started(3)
-    tracker.live(*batch(9))
-    assert tracker.replayed(*batch(3)) == [batch(3)]
-    assert tracker.replay_ended(complete=False) == [GAP, batch(9)]
-
-
-def test_live_removals_wait_for_the_replayed_stores_before_them():
-    """E9: live 10 removes what the delayed 5 stores."""
-    tracker = started(5)
-    order = tracker.live(*batch(10))
-    for sequence in range(5, 10):
-        order += tracker.replayed(*batch(sequence))
-    order += tracker.replay_ended(complete=True)
-    assert order == [Replay(5), *(batch(n) for n in range(5, 11))]
-
-
-def test_a_second_gap_while_replaying_is_asked_for_next():
-    tracker = started(1)
-    tracker.live(*batch(3))
-    tracker.live(*batch(6))
-    tracker.live(*batch(7))
-    for sequence in (1, 2, 3):
-        tracker.replayed(*batch(sequence))
-    assert tracker.replay_ended(complete=True) == [Replay(4)]
-    assert tracker.replayed(*batch(4)) + tracker.replayed(*batch(5)) == [batch(4), batch(5)]
-    assert tracker.replay_ended(complete=True) == [batch(6), batch(7)]
-
-
-def test_waiting_is_bounded_and_what_was_dropped_is_asked_for():
-    tracker = SequenceTracker(waiting_max=2)
-    tracker.start()
-    for sequence in range(5):
-        tracker.live(*batch(sequence))
-    assert tracker.replay_ended(complete=True) == [batch(0), batch(1)]
-    assert tracker.live(*batch(5)) == [Replay(2)]
-
-
-def test_a_restart_voids_the_holder_and_starts_over():
-    """E8: 98, 99, 100, then 0, 1."""
-    tracker = started(101)
-    assert tracker.live(*batch(0, "b")) == [RESTART, batch(0, "b")]
-    assert tracker.live(*batch(1, "b")) == [batch(1, "b")]
-
-
-def test_a_restart_whose_beginning_was_missed_is_replayed():
-    tracker = started(101)
-    assert tracker.live(*batch(2, "b")) == [RESTART, Replay(0)]
-    assert [tracker.replayed(*batch(n, "b")) for n in (0, 1, 2)] == [[batch(n, "b")] for n in (0, 1, 2)]
-    assert tracker.replay_ended(complete=True) == []
-    assert tracker.live(*batch(3, "b")) == [batch(3, "b")]
-
-
-def test_a_restart_during_a_replay_forgets_what_waited():
-    tracker = started(3)
-    tracker.live(*batch(9))
-    assert tracker.live(*batch(0, "b")) == [RESTART, batch(0, "b")]
-    assert tracker.replayed(*batch(3)) == []
-    assert tracker.replay_ended(complete=False) == []
-    assert tracker.live(*batch(1, "b")) == [batch(1, "b")]
-
-
-def test_a_restart_at_the_same_number_is_told_by_its_content():
-    tracker = started(1)
-    assert tracker.live(*batch(0)) == []
-    assert tracker.live(*batch(0, "b")) == [RESTART, batch(0, "b")]
-
-
-def test_a_batch_that_comes_twice_is_applied_once():
-    """E8: redelivery of 100."""
-    tracker = started(101)
-    assert tracker.live(*batch(100)) == []
-    assert tracker.live(*batch(101)) == [batch(101)]
-
-
-def test_live_copies_of_what_a_replay_brought_are_no_restart():
-    tracker = started(2)
-    tracker.live(*batch(3))
-    for sequence in range(2, 20):
-        tracker.replayed(*batch(sequence))
-    tracker.replay_ended(complete=True)
-    assert [tracker.live(*batch(n)) for n in range(4, 20)] == [[]] * 16
-    assert tracker.live(*batch(20)) == [batch(20)]
-
-
-def test_numbers_pass_two_to_the_sixty_third():
-    tracker, start = started(), 2**63 - 1
-    assert tracker.live(*batch(start)) == [Replay(0)]
-    tracker.replay_ended(complete=True)
-    assert tracker.live(*batch(start + 1)) == [batch(start + 1)]
-
-
-def test_answers_to_no_question_are_ignored():
-    tracker = started(3)
-    assert tracker.replayed(*batch(3)) == []
-    assert tracker.replay_ended(complete=True) == []
-    assert repr(tracker) == "SequenceTracker(expected=3, replaying=False, waiting=0)"
-
-
-# ---- sockets ---------------------------------------------------------------------------------------------------------
 
 SIZE = 4
 HOLDER = Worker(WorkerName("w1"), Epoch(1))
@@ -222,6 +32,10 @@ def chain_of(*handles):
 
 def tokens_of(handle):
     return [handle % 100_000 * 10 + place for place in range(SIZE)]
+
+
+def held_by(index, tier=Tier.L0):
+    return set(index.holdings(HOLDER, tier))
 
 
 def stored(handle, parent=None):
@@ -254,7 +68,8 @@ class Script:
         self.answers.set()
 
     async def subscribed(self):
-        assert (await self.live.recv())[:1] == b"\1"
+        while (await self.live.recv())[:1] != b"\1":
+            pass  # one that was there before has gone
 
     async def send(self, sequence, *events, kept=True, topic=b"kv@w1@m", **more):
         message = payload(*events, **more)
@@ -297,6 +112,24 @@ async def script(request, context):
     server.cancel()
 
 
+class SharedIndex(MemoryIndex):
+    """Stands for an index that outlives whoever writes to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = Kept()
+
+    def apply(self, holder, sequence, events):
+        taken = super().apply(holder, sequence, events)
+        if taken:
+            self.kept.apply(events)
+        return taken
+
+    def forget(self, holder):
+        super().forget(holder)
+        self.kept = Kept()
+
+
 class Taken:
     """An intake with what it feeds."""
 
@@ -317,12 +150,19 @@ class Taken:
         await until(lambda: self.stats.batches >= batches)
 
 
+def default_only(salt, adapter):
+    return NAMING if salt is None else None
+
+
 @asynccontextmanager
-async def taking(context, endpoint, replay_endpoint=None, **options):
-    index, voided = MemoryIndex(), []
-    rekeyer = Rekeyer(SIZE, lambda salt, adapter: NAMING if salt is None else None)
+async def taking(context, endpoint, replay_endpoint=None, *, after=None, naming_for=default_only, **options):
+    """An intake that starts afresh, or `after` others that wrote to this index."""
+    index, voided = after or SharedIndex(), []
+    rekeyer = Rekeyer(SIZE, naming_for)
+    rekeyer.restore(index.kept.restored_runs())
     source = EventSource(endpoint, replay_endpoint, **options)
-    intake = EventIntake(HOLDER, source, index, rekeyer, context, voided.append)
+    resume_from = index.sequence(HOLDER)
+    intake = EventIntake(HOLDER, source, index, rekeyer, context, voided.append, resume_from=resume_from)
     await intake.start()
     try:
         yield Taken(intake, index, rekeyer, voided)
@@ -523,6 +363,12 @@ async def test_a_silent_worker_and_a_clean_stop(context):
     assert asyncio.all_tasks() == before
 
 
+async def test_stopping_before_anything_has_run_closes_the_socket(context, script):
+    async with taking(context, script.endpoint, script.replay_endpoint) as taken:
+        pass
+    assert taken.intake._live.closed
+
+
 async def test_other_work_gets_its_turn_during_a_burst(context, script):
     """Two thousand batches wait; a bystander on the loop is served between them, not after them."""
     for sequence in range(2000):
@@ -552,6 +398,150 @@ async def test_reading_stops_while_applying_is_behind(context, script):
                 await asyncio.sleep(0)
         assert max(queued) <= 16
         assert taken.voided == []
+
+
+# ---- one after another -----------------------------------------------------------------------------------------------
+
+
+async def test_another_goes_on_where_one_stopped(context, script):
+    async with taking(context, script.endpoint, script.replay_endpoint) as first:
+        await script.subscribed()
+        await script.send(0, stored(1), stored(2, 1), stored(3, 2))
+        await script.send(1, stored(3, 2))
+        await first.applied(2)
+    script.keep(2, BlockRemoved((2,)), stored(4, 3))
+    async with taking(context, script.endpoint, script.replay_endpoint, after=first.index) as second:
+        await second.applied(1)
+        assert first.index.sequence(HOLDER) == 2
+        assert held_by(first.index) == {chain_of(1), *split_chain(chain_of(1, 2, 3, 4)[32:])}
+        await script.subscribed()
+        await script.send(3, BlockRemoved((3,)), BlockRemoved((4,)))
+        await second.applied(2)
+        assert held_by(first.index) == {chain_of(1), chain_of(1, 2, 3)[32:]}
+        await script.send(4, BlockRemoved((3,)), BlockRemoved((1,)))
+        await second.applied(3)
+        assert held_by(first.index) == set()
+        assert (second.voided, second.rekeyer.stats().unknown_handle, second.stats.stale) == ([], 0, 0)
+    assert script.asked == [0, 1]
+
+
+async def test_a_history_that_was_lost_between_the_two_voids_the_holder(context, script):
+    async with taking(context, script.endpoint, script.replay_endpoint) as first:
+        await script.subscribed()
+        await script.send(0, stored(1))
+        await first.applied(1)
+    script.buffer.clear()
+    script.keep(2, stored(2))
+    async with taking(context, script.endpoint, script.replay_endpoint, after=first.index) as second:
+        await second.applied(1)
+        assert (second.depth(1), second.depth(2), second.voided) == (0, 1, [VoidReason.GAP])
+        assert (second.index.sequence(HOLDER), second.rekeyer.stats().handles) == (2, 1)
+
+
+@pytest.mark.parametrize("batches", [0, 1, 2])
+async def test_a_publisher_that_restarted_between_the_two(context, script, batches):
+    async with taking(context, script.endpoint, script.replay_endpoint) as first:
+        await script.subscribed()
+        for sequence in range(3):
+            await script.send(sequence, stored(sequence + 1))
+        await first.applied(3)
+    script.buffer.clear()
+    for sequence in range(batches):
+        script.keep(sequence, stored(sequence + 11))
+    async with taking(context, script.endpoint, script.replay_endpoint, after=first.index) as second:
+        await until(lambda: second.voided)
+        await second.applied(batches)
+        await script.subscribed()
+        await script.send(batches, stored(99))
+        await second.applied(batches + 1)
+        assert held_by(second.index) == {chain_of(n) for n in (*range(11, 11 + batches), 99)}
+        assert (second.voided, second.stats.restarts, second.stats.stale) == ([VoidReason.RESTART], 1, 0)
+        assert second.index.sequence(HOLDER) == batches
+
+
+@pytest.mark.parametrize("dialect", list(Dialect))
+async def test_many_hands_over_a_stream_that_goes_on(context, dialect):
+    """Each follower is cut off in the middle of its work; what the last one leaves is what the engine holds."""
+    publisher = EventPublisher(PublisherConfig(dialect=dialect, framing=ReplayFraming.of(dialect)))
+    engine, index = Engine(3, SIZE, orphans=False), SharedIndex()
+    # Two dialects cannot say a salt and an adapter together; one prompt at least must live through every hand-over.
+    engine.scopes = engine.scopes[:2]
+
+    async def publish(batches):
+        for _ in range(batches):
+            publisher.publish(EventBatch(time.time(), tuple(engine.batch())))
+            await asyncio.sleep(0.0002)
+
+    follow = {"after": index, "naming_for": naming_for, "turn_seconds": 0.0}
+    unknown = followers = 0
+    try:
+        publish_all = asyncio.create_task(publish(600))
+        while not publish_all.done():
+            async with taking(context, publisher.endpoint, publisher.replay_endpoint, **follow) as taken:
+                await until(lambda taken=taken: publish_all.done() or taken.stats.batches >= 40)
+            followers += 1
+            unknown += taken.rekeyer.stats().unknown_handle
+            assert taken.voided == []
+        async with taking(context, publisher.endpoint, publisher.replay_endpoint, **follow) as taken:
+            await until(lambda: index.sequence(HOLDER) == publisher.next_sequence - 1)
+            assert taken.voided == []
+            assert index.kept.copies == engine.truth()
+            for tier in Tier:
+                assert set(index.holdings(HOLDER, tier)) == {name for at, name in engine.truth() if at is tier}
+        assert (followers > 5, unknown, bool(engine.truth())) == (True, 0, True)
+    finally:
+        publisher.close()
+
+
+async def test_an_index_that_takes_nothing_more_is_left_alone(context, script, caplog):
+    """Another has become the stream's owner: what it writes is not ours to forget, and nothing may follow a hole."""
+
+    class Fenced(SharedIndex):
+        fenced = False
+
+        def apply(self, holder, sequence, events):
+            return not self.fenced and super().apply(holder, sequence, events)
+
+    index = Fenced()
+    async with taking(context, script.endpoint, script.replay_endpoint, after=index) as taken:
+        await script.subscribed()
+        await script.send(0, stored(1))
+        await taken.applied(1)
+        index.fenced = True
+        await script.send(1, stored(2))
+        await taken.applied(2)
+        index.fenced = False
+        await script.send(2, stored(3))
+        await asyncio.sleep(0.05)
+        assert (taken.stats.refused, taken.stats.batches, taken.stats.stale) == (1, 2, 0)
+        assert (held_by(index), index.sequence(HOLDER), taken.voided) == ({chain_of(1)}, 0, [])
+    assert "the index does not take batch 1" in caplog.text
+
+
+async def test_batches_that_the_index_has_seen_are_stale_and_no_refusal(context, script):
+    for sequence in range(3):
+        script.keep(sequence, stored(sequence + 1))
+    index, rekeyer = MemoryIndex(), Rekeyer(SIZE, default_only)
+    index.apply(HOLDER, 1, rekeyer.rekey([stored(1)]))
+    source = EventSource(script.endpoint, script.replay_endpoint)
+    intake = EventIntake(HOLDER, source, index, rekeyer, context, resume_from=0)
+    await intake.start()
+    await until(lambda: intake.stats().batches == 2)
+    await intake.stop()
+    assert (intake.stats().refused, intake.stats().stale) == (0, 1)
+    assert held_by(index) == {chain_of(1), chain_of(3)}
+
+
+async def test_a_halted_intake_applies_nothing_more(context, script):
+    for sequence in range(500):
+        script.keep(sequence, stored(sequence + 1))
+    async with taking(context, script.endpoint, script.replay_endpoint, turn_seconds=0.0) as taken:
+        await taken.applied(3)
+        taken.intake.halt()
+        applied = taken.stats.batches
+        await asyncio.sleep(0.05)
+        assert (taken.stats.batches, taken.index.sequence(HOLDER), taken.stats.queued) == (applied, applied - 1, 0)
+        assert applied < 500
 
 
 # ---- with the workers' own publisher ---------------------------------------------------------------------------------

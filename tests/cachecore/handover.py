@@ -1,0 +1,186 @@
+"""A seeded event stream, and what an index keeps of it for whoever follows it next, in the plainest way."""
+
+import random
+from collections import Counter
+from hashlib import blake2b
+
+from cachecore.blocks import HASH_BYTES, Chain, pack_tokens, split_chain
+from cachecore.events import AllBlocksCleared, BlockRemoved, BlockStored
+from cachecore.holders import Tier
+from cachecore.index.contract import Cleared, Stored
+from cachecore.ledgers import RestoredRun
+from cachecore.scope import DEFAULT_TENANT, IdentityScope, KeyId, Keyring, Naming, Salt, TenantId
+
+OURS = 4
+RING = Keyring({0: bytes(range(32))}, 0)
+MEDIA = {Tier.L0: "GPU", Tier.L1: "CPU", Tier.L2: "DISK"}
+
+
+def naming(tenant=DEFAULT_TENANT, adapter="", block_size=OURS, model="m"):
+    return Naming.of(IdentityScope(model, KeyId(tenant, 0), block_size, adapter=adapter), RING)
+
+
+DEFAULT = naming()
+
+
+def naming_for(salt, adapter):
+    if salt is None:
+        return naming(adapter=adapter or "")
+    read = RING.read_salt(salt)
+    return None if read is None else naming(read.key_id.tenant, adapter or "")
+
+
+def minted(tenant):
+    return RING.mint_salt(Salt(KeyId(TenantId(tenant), 0)))
+
+
+def chain_of(numbers, of=DEFAULT, size=OURS):
+    return of.hasher.chain(of.root, pack_tokens([token for number in numbers for token in tokens_of(number, size)]))
+
+
+def tokens_of(number, size=OURS):
+    return [number * 100 + place for place in range(size)]
+
+
+class Engine:
+    """A seeded event stream: a forest of prompts in three scopes, copies, three tiers, evictions in any order."""
+
+    def __init__(self, seed, size, orphans):
+        self.rng = random.Random(seed)
+        self.size = size
+        self.orphans = orphans
+        self.held = Counter()
+        """By (tier, path): the number of a scope, then those of blocks."""
+        self.scopes = [{}, {"cache_salt": minted("acme")}, {"cache_salt": minted("b"), "lora_name": "ad"}]
+        self.scopes.append({"cache_salt": "theirs"})
+
+    def batch(self):
+        return [self._event() for _ in range(self.rng.randint(0, 3))]
+
+    def _event(self):
+        kind = self.rng.random()
+        if kind < 0.005:
+            self.held.clear()
+            return AllBlocksCleared()
+        if kind < 0.4 and +self.held:
+            return self._remove()
+        return self._store()
+
+    def _store(self):
+        tier = self.rng.choice([Tier.L0, Tier.L0, Tier.L1, Tier.L2])
+        known = sorted({path for _, path in +self.held})
+        base = self.rng.choice(known) if known and self.rng.random() < 0.8 else ()
+        if not base:
+            base = (self.rng.randrange(len(self.scopes)),)
+        new = [self.rng.randint(1, 3) for _ in range(self.rng.randint(1, 4))]
+        if base[:-1] in known and (len(base) > 8 or self.rng.random() < 0.3):
+            base, new = base[:-1], [base[-1]]  # another copy of what is there
+        if self.orphans and self.rng.random() < 0.1:
+            base = (*base, self.rng.randint(4, 5))  # a block that was not announced, or not yet
+        paths = [(*base, *new[: count + 1]) for count in range(len(new))]
+        self.held.update((tier, path) for path in paths)
+        ids = [token for path in paths for token in tokens_of(path[-1], self.size)]
+        parent = handle_of(base) if len(base) > 1 else None
+        more = self.scopes[base[0]] if parent is None else {}
+        return BlockStored(tuple(map(handle_of, paths)), parent, ids, self.size, MEDIA[tier], **more)
+
+    def truth(self):
+        """Copies of our blocks, by (tier, name)."""
+        copies = Counter()
+        for (tier, path), count in (+self.held).items():
+            of = naming_for(self.scopes[path[0]].get("cache_salt"), self.scopes[path[0]].get("lora_name"))
+            if of is not None:
+                copies[tier, chain_of(path[1:], of)[-HASH_BYTES:]] += count
+        return copies
+
+    def _remove(self):
+        tier = self.rng.choice(sorted(+self.held))[0]
+        paths = sorted(path for at, path in +self.held if at == tier)
+        gone = self.rng.sample(paths, min(len(paths), self.rng.randint(1, 4)))
+        for path in gone:
+            self.held[tier, path] -= 1
+        return BlockRemoved(tuple(map(handle_of, gone)), MEDIA[tier])
+
+
+def handle_of(path):
+    return int.from_bytes(blake2b(bytes(path), digest_size=8).digest(), "big")
+
+
+class Kept:
+    """What an index keeps of a holder: of each handle its names, and in which tiers they are how often.
+
+    It knows handles as an index does: by the names that are stored and removed.
+    """
+
+    def __init__(self):
+        self.copies = Counter()
+        """By (tier, name)."""
+        self.runs = {}
+        """By (tier, handle): names and origin."""
+        self.handle_of = {}
+        """By (tier, name)."""
+        self.persistable = True
+
+    def apply(self, events):
+        for event in events:
+            if isinstance(event, Cleared):
+                self.__init__()
+            elif isinstance(event, Stored):
+                self._store(event)
+            else:
+                self._remove(event)
+
+    def _store(self, event):
+        names = list(split_chain(event.chain))
+        self.persistable &= bool(event.handles)
+        self.copies.update((event.tier, name) for name in names)
+        each = len(names) // max(1, len(event.handles))
+        for at, handle in enumerate(event.handles):
+            of_handle = names[at * each : (at + 1) * each]
+            self.runs[event.tier, handle] = (Chain(b"".join(of_handle)), event.origin)
+            self.handle_of.update(((event.tier, name), handle) for name in of_handle)
+
+    def _remove(self, event):
+        for name in split_chain(event.chain):
+            self.copies[event.tier, name] -= 1
+            assert self.copies[event.tier, name] >= 0
+            if not self.copies[event.tier, name]:
+                del self.copies[event.tier, name]
+                handle = self.handle_of.pop((event.tier, name))
+                if self.runs.get((event.tier, handle), (b"",))[0].startswith(name):
+                    self.runs.pop((event.tier, handle))
+
+    def count(self, tier):
+        return lambda name: self.copies[tier, name]
+
+    def restored_runs(self, rng=None):
+        """One run for each handle, or neighbours of one origin together, in any order."""
+        runs = [
+            RestoredRun(names, (handle,) * blocks(names), origin, tier, [*map(self.count(tier), split_chain(names))])
+            for (tier, handle), (names, origin) in self.runs.items()
+        ]
+        if rng is not None:
+            runs = joined(runs)
+            rng.shuffle(runs)
+        return runs
+
+
+def blocks(names):
+    return len(names) // HASH_BYTES
+
+
+def joined(runs):
+    """Runs of one tier and origin as one. An index joins neighbours only; to a ledger it is all the same."""
+    groups = {}
+    for run in runs:
+        groups.setdefault((run.tier, run.origin), []).append(run)
+    return [
+        RestoredRun(
+            Chain(b"".join(run.names for run in group)),
+            tuple(handle for run in group for handle in run.handles),
+            origin,
+            tier,
+            tuple(copies for run in group for copies in run.copies),
+        )
+        for (tier, origin), group in groups.items()
+    ]
