@@ -234,6 +234,7 @@ class _Administration:
         app.add_route("/metrics", _guarded(self.metrics), methods=["GET"])
         app.add_route("/server_info", _guarded(self.server_info), methods=["GET"])
         app.add_route("/reset_prefix_cache", _guarded(self.reset_prefix_cache), methods=["POST"])
+        app.add_route("/cached_blocks", _guarded(self.cached_blocks), methods=["GET"])
 
     async def models(self, _http: Request) -> Response:
         info = self._engine.info
@@ -280,3 +281,8 @@ class _Administration:
     async def reset_prefix_cache(self, _http: Request) -> Response:
         await self._engine.reset_prefix_cache()
         return Response()
+
+    async def cached_blocks(self, _http: Request) -> Response:
+        """What `ropeway index check` holds the index against: `[handle, copies]` of each block that can be hit."""
+        blocks = await self._engine.cached_blocks()
+        return JsonResponse({"epoch": self._engine.info.epoch, "blocks": list(blocks.items())})

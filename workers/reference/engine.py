@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -23,7 +23,7 @@ from cachecore.scope import DEFAULT_TENANT, IdentityScope, Keyring, Naming, Salt
 from workers.engine import EngineError, EngineInfo, EngineMetrics, Generation, StepOutput
 from workers.reference.config import ModelConfig, ModelError
 from workers.reference.core import EngineCore
-from workers.reference.kv_pool import KvPool
+from workers.reference.kv_pool import KvPool, handle_of
 from workers.reference.model import LlamaModel
 from workers.reference.scheduler import LiveSequence, Scheduler
 from workers.reference.weights import Weights, load_weights
@@ -182,6 +182,20 @@ class ReferenceEngine:
 
         self._command(clear)
         await done.wait()
+
+    async def cached_blocks(self) -> Mapping[int, int]:
+        if self._thread is None:
+            raise EngineError("the engine is not running", 503)
+        loop = asyncio.get_running_loop()
+        listed: asyncio.Future[Mapping[int, int]] = loop.create_future()
+
+        def look() -> None:
+            self._publish()
+            handles = {handle_of(name): 1 for name in self._core.pool.names()}
+            loop.call_soon_threadsafe(listed.set_result, handles)
+
+        self._command(look)
+        return await listed
 
     def _check(self, generation: Generation) -> None:
         count, limit = len(generation.token_ids), self.info.max_model_len

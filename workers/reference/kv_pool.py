@@ -135,6 +135,10 @@ class KvPool:
         self._idle.clear()
         self._events.append(AllBlocksCleared())
 
+    def names(self) -> Sequence[PrefixHash]:
+        """Every block that a prefix can hit."""
+        return list(self._by_name)
+
     def take_events(self) -> list[KvEvent]:
         """What has been stored and removed since the last call, in order."""
         events, self._events = self._events, []

@@ -5,7 +5,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from secrets import token_bytes
 
@@ -150,6 +150,10 @@ class SimulatedEngine:
             self._reset_if_wanted()
         self._wake.set()
         await done
+
+    async def cached_blocks(self) -> Mapping[int, int]:
+        self._publish()  # evictions of the step under way
+        return self.cached_handles()
 
     def cached_handles(self) -> Counter[int]:
         """Copies of every hittable block by the handle that its KV events carry."""

@@ -356,6 +356,16 @@ async def test_reset_prefix_cache(http: httpx.AsyncClient) -> None:
     assert usage["prompt_tokens_details"]["cached_tokens"] == 0
 
 
+async def test_cached_blocks_are_listed(http: httpx.AsyncClient) -> None:
+    await http.post("/reset_prefix_cache")
+    assert (await http.get("/cached_blocks")).json()["blocks"] == []
+    await http.post("/v1/completions", json={"prompt": list(range(40)), "max_tokens": 1})
+    blocks = dict((await http.get("/cached_blocks")).json()["blocks"])
+    assert len(blocks) == 2
+    assert set(blocks.values()) == {1}
+    assert all(0 <= handle < 2**64 for handle in blocks)
+
+
 async def test_a_body_of_five_megabytes(http: httpx.AsyncClient) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 5_000_000}}
     messages = [*MESSAGES, {"role": "user", "content": [{"type": "text", "text": "look"}, image]}]

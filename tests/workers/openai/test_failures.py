@@ -1,7 +1,7 @@
 """Engines that refuse or fail, before the first token and after it."""
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -32,6 +32,9 @@ class ScriptedEngine:
     async def stop(self) -> None: ...
 
     async def reset_prefix_cache(self) -> None:
+        raise EngineError("not now", 503)
+
+    async def cached_blocks(self) -> Mapping[int, int]:
         raise EngineError("not now", 503)
 
     def stop_token_ids(self) -> Sequence[int]:

@@ -96,12 +96,14 @@ async def test_evictions_are_announced() -> None:
     await engine.start()
     for prompt in (PROMPTS[4], PROMPTS[5]):
         await run_tokens(engine, prompt, greedy(1))
+    cached = await engine.cached_blocks()
     await engine.stop()
     stored = [handle for event in events if isinstance(event, BlockStored) for handle in event.block_hashes]
     removed = [handle for event in events if isinstance(event, BlockRemoved) for handle in event.block_hashes]
     assert len(stored) == 7 + 15
     # 31 tokens left 7 named blocks, 60 need 15 of 16: one stays. The deepest goes first.
     assert removed == stored[6:0:-1]
+    assert cached == dict.fromkeys({*stored} - {*removed}, 1)
 
 
 async def test_tenants_and_client_salts_do_not_share() -> None:
