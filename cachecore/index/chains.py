@@ -44,15 +44,28 @@ class ChainMultiset:
             if node is None:
                 self._add(chain[position:], {key: 1})
                 break
-            shared = _shared_bytes(node.names, chain, position)
-            if shared < len(node.names):
+            names = node.names
+            if chain.startswith(names, position):
+                position += len(names)
+            else:
+                shared = _shared_bytes(names, chain, position)
                 self._split(node, shared)
-            position += shared
+                position += shared
             count = node.counts.get(key, 0)
             node.counts[key] = count + 1
             if count:
                 held = position
         return held // HASH_BYTES
+
+    def extend(self, key: Key, earlier: bytes, chain: bytes) -> None:
+        """As `store` of `chain` and `remove` of `earlier`, which it begins with. Where nobody else goes that way the
+        last node grows: conversations would leave a node for each turn."""
+        path = self._path(key, earlier)
+        if path and path[-1].counts == {key: 1}:
+            path[-1].names += chain[len(earlier) :]
+        else:
+            self.store(key, chain)
+            self.remove(key, earlier)
 
     def remove(self, key: Key, chain: bytes) -> None:
         """Take back one `store` of this very chain. What was never stored, or was forgotten, changes nothing."""
@@ -72,10 +85,13 @@ class ChainMultiset:
             node = self._nodes.get(chain[position : position + HASH_BYTES])
             if node is None:
                 break
-            shared = _shared_bytes(node.names, chain, position)
-            position += shared
-            depths.update(dict.fromkeys(node.counts, position // HASH_BYTES))
-            if shared < len(node.names):
+            names = node.names
+            whole = chain.startswith(names, position)
+            position += len(names) if whole else _shared_bytes(names, chain, position)
+            blocks = position // HASH_BYTES
+            for key in node.counts:
+                depths[key] = blocks
+            if not whole:
                 break
         return depths
 
@@ -90,7 +106,7 @@ class ChainMultiset:
         position = 0
         while position < len(chain):
             node = self._nodes.get(chain[position : position + HASH_BYTES])
-            if node is None or key not in node.counts or _shared_bytes(node.names, chain, position) < len(node.names):
+            if node is None or key not in node.counts or not chain.startswith(node.names, position):
                 return None
             path.append(node)
             position += len(node.names)

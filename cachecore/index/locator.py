@@ -18,12 +18,15 @@ ones with numpy: a handful of calls into numpy costs as much as a handful of blo
 
 import struct
 from array import array
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cachecore.blocks import HASH_BYTES
-from cachecore.index.runs import Run
+from cachecore.index.runs import Segment
+
+S = TypeVar("S", bound=Segment)
 
 _Words = NDArray[np.uint64]
 _Rows = NDArray[np.intp]
@@ -49,7 +52,7 @@ _FREE = np.array([mask.bit_count() for mask in range(256)], dtype=np.uint8)
 _FIRST_FREE = np.array([8 - mask.bit_length() for mask in range(256)], dtype=np.intp)
 
 
-class Locator:
+class Locator(Generic[S]):
     """Finds blocks by name. The caller keeps names unique: `add` is for names that `find` does not know."""
 
     __slots__ = (
@@ -69,7 +72,7 @@ class Locator:
     )
 
     def __init__(self, blocks_hint: int = 0) -> None:
-        self.runs: list[Run | None] = []
+        self.runs: list[S | None] = []
         """Every run by its number; None where a number is free."""
         self.count = 0
         """Blocks in the table."""
@@ -79,7 +82,7 @@ class Locator:
             self._buckets_min *= 2
         self._allocate(self._buckets_min)
 
-    def find(self, name: bytes) -> tuple[Run, int] | None:
+    def find(self, name: bytes) -> tuple[S, int] | None:
         """The run and position of a block, or None."""
         first, second = _two_words(name)
         tag, tags = first >> _TAG_SHIFT or 1, self._tags
@@ -93,7 +96,7 @@ class Locator:
                 at = tags.find(tag, at + 1, start + _BUCKET)
         return self._confirm(self._overflow[name], name) if name in self._overflow else None
 
-    def add(self, names: bytes | bytearray, run: Run, position: int) -> None:
+    def add(self, names: bytes | bytearray, run: S, position: int) -> None:
         """`names` are about to be put into `run` at `position`: what is in no run yet is in no table either."""
         total = len(names) // HASH_BYTES
         self.count += total
@@ -106,7 +109,7 @@ class Locator:
         else:
             self._add_many(_words(names), _count_from(entry, total))
 
-    def discard(self, names: bytes | bytearray, run: Run, position: int) -> None:
+    def discard(self, names: bytes | bytearray, run: S, position: int) -> None:
         """Take back an `add`, or a part of one."""
         total = len(names) // HASH_BYTES
         self.count -= total
@@ -146,7 +149,7 @@ class Locator:
         self._count_max = int(_LOAD_MAX * buckets * _BUCKET)
         self._count_min = int(_LOAD_MIN * buckets * _BUCKET) if buckets > self._buckets_min else 0
 
-    def _confirm(self, cell: int, name: bytes) -> tuple[Run, int] | None:
+    def _confirm(self, cell: int, name: bytes) -> tuple[S, int] | None:
         run, position = self.runs[cell >> _RUN_SHIFT & _RUN_MASK], cell & _POSITION_MASK
         if run is not None and run.names.startswith(name, position * HASH_BYTES):
             return run, position
@@ -213,7 +216,7 @@ class Locator:
     def _rebuild(self, buckets: int) -> None:
         self._allocate(buckets)
         self._overflow.clear()
-        batch: list[Run] = []
+        batch: list[S] = []
         blocks = 0
         for run in self.runs:
             if run is not None:
@@ -225,7 +228,7 @@ class Locator:
         if blocks:
             self._add_runs(batch)
 
-    def _add_runs(self, runs: list[Run]) -> None:
+    def _add_runs(self, runs: list[S]) -> None:
         lengths = np.array([run.blocks for run in runs], dtype=np.intp)
         entries = np.array([run.number << _RUN_SHIFT for run in runs], dtype=np.uint64)
         starts = np.cumsum(lengths) - lengths

@@ -22,7 +22,7 @@ from cachecore.blocks import HASH_BYTES, Chain, PrefixHash, split_chain
 from cachecore.holders import Holder, Place, Tier
 from cachecore.index.contract import Cleared, IndexEvent, IndexStats, Match, Removed, Stored
 from cachecore.index.locator import Locator
-from cachecore.index.runs import RUN_BLOCKS_MAX, Run, require, span
+from cachecore.index.runs import RUN_BLOCKS_MAX, Run, require, span, well_formed
 from cachecore.scope import Fidelity
 
 _NAME = np.dtype((np.void, HASH_BYTES))
@@ -51,7 +51,7 @@ class MemoryIndex:
     def __init__(self, blocks_max: int = 0) -> None:
         self._blocks_max = blocks_max
         self._runs: OrderedDict[bytes, Run] = OrderedDict()
-        self._locator = Locator(blocks_max)
+        self._locator: Locator[Run] = Locator(blocks_max)
         self._run_numbers: list[int] = []
         self._holders: dict[Holder, _HolderState] = {}
         self._places: list[Place | None] = []
@@ -193,7 +193,7 @@ class MemoryIndex:
 
     def _store(self, holder: Holder, state: _HolderState, event: Stored) -> None:
         chain = event.chain
-        if not _well_formed(event.parent + chain):
+        if not well_formed(event.parent + chain):
             self._stats.extra["malformed_events"] += 1
             return
         slot = state.slots.get((event.tier, event.fidelity))
@@ -470,16 +470,3 @@ def _holds_any(path: list[_Step], slot: int, blocks: int) -> bool:
         if blocks <= 0:
             break
     return False
-
-
-def _well_formed(names: bytes) -> bool:
-    """No block may follow itself: a chain that repeats a name or holds its own parent is nobody's."""
-    if len(names) % HASH_BYTES:
-        return False
-    total = len(names) // HASH_BYTES
-    if total <= 2:
-        return total < 2 or names[:HASH_BYTES] != names[HASH_BYTES:]
-    words = np.sort(np.frombuffer(names, dtype=np.uint64)[::2])
-    if not (words[1:] == words[:-1]).any():
-        return True
-    return len(set(split_chain(Chain(names)))) == total

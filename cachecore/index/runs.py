@@ -17,10 +17,17 @@ or half of it is dead.
 
 from collections.abc import Iterable
 
-from cachecore.blocks import HASH_BYTES
+import numpy as np
+
+from cachecore.blocks import HASH_BYTES, Chain, split_chain
 
 RUN_BLOCKS_MAX = 8192
 """Bounds what one operation on a run costs: masks are at most 1 KiB."""
+
+
+_NAME = np.dtype((np.void, HASH_BYTES))
+_SORTED_MIN = 96
+"""From this many names on sorting is faster than a set (measured)."""
 
 
 def span(start: int, stop: int) -> int:
@@ -33,24 +40,35 @@ def leading(mask: int) -> int:
     return (~mask & (mask + 1)).bit_length() - 1
 
 
+def well_formed(names: bytes) -> bool:
+    """No block may follow itself: a chain that repeats a name or holds its own parent is nobody's."""
+    if len(names) % HASH_BYTES:
+        return False
+    total = len(names) // HASH_BYTES
+    if total <= 2:
+        return total < 2 or names[:HASH_BYTES] != names[HASH_BYTES:]
+    if total < _SORTED_MIN:
+        return len(set(np.frombuffer(names, dtype=_NAME).tolist())) == total
+    words = np.sort(np.frombuffer(names, dtype=np.uint64)[::2])
+    if not (words[1:] == words[:-1]).any():
+        return True
+    return len(set(split_chain(Chain(names)))) == total
+
+
 def require(condition: bool, message: str) -> None:
     """An invariant. Not `assert`: it holds under -O as well."""
     if not condition:
         raise AssertionError(message)
 
 
-class Run:
-    """See the module's opening. `number` is the run's place in the index's list of runs."""
+class Segment:
+    """Consecutive blocks of one chain. `number` is the segment's place in its locator's list."""
 
-    __slots__ = ("copies", "dead", "depths", "masks", "names", "number")
+    __slots__ = ("names", "number")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.names = bytearray()
-        self.depths: dict[int, int] = {}
-        self.masks: dict[int, int] = {}
-        self.copies: dict[int, list[int]] = {}
-        self.dead = 0
 
     @property
     def blocks(self) -> int:
@@ -60,11 +78,8 @@ class Run:
     def first(self) -> bytes:
         return bytes(self.names[:HASH_BYTES])
 
-    def __repr__(self) -> str:
-        return f"Run({self.number}, {self.blocks} blocks from {self.first.hex()[:8]}, depths={self.depths})"
-
     def shared(self, chain: bytes, position: int, start: int = 0) -> int:
-        """How many blocks of `chain` from `position` on equal the run's from `start` on; the first is known to.
+        """How many blocks of `chain` from `position` on equal the segment's from `start` on; the first is known to.
 
         Names are chained, so equality at one block proves all before it, and the place of divergence can be bisected.
         """
@@ -96,6 +111,22 @@ class Run:
             else:
                 high = middle - HASH_BYTES
         return low // HASH_BYTES
+
+
+class Run(Segment):
+    """See the module's opening. `number` is the run's place in the index's list of runs."""
+
+    __slots__ = ("copies", "dead", "depths", "masks")
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.depths: dict[int, int] = {}
+        self.masks: dict[int, int] = {}
+        self.copies: dict[int, list[int]] = {}
+        self.dead = 0
+
+    def __repr__(self) -> str:
+        return f"Run({self.number}, {self.blocks} blocks from {self.first.hex()[:8]}, depths={self.depths})"
 
     def held(self, slot: int) -> int:
         """Mask of the blocks that the slot holds."""

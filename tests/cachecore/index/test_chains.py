@@ -66,3 +66,40 @@ def test_agrees_with_a_list_of_chains(seed):
     for key, text in stored:
         chains.remove(key, text)
     assert len(chains) == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_extending_is_storing_the_longer_and_removing_the_shorter(seed):
+    random = Random(seed)
+    chains, stored = ChainMultiset(), []
+    keys = [("a", 0), ("b", 0)]
+    for _ in range(300):
+        key, text = random.choice(keys), "".join(random.choice("xy") for _ in range(random.randint(1, 4)))
+        mine = [other for other_key, other in stored if other_key == key]
+        if mine and random.random() < 0.6:
+            earlier = random.choice(mine)
+            text = earlier + text
+            chains.extend(key, chain(earlier), chain(text))
+            stored.remove((key, earlier))
+        else:
+            chains.store(key, chain(text))
+        stored.append((key, text))
+        if len(stored) > 12:
+            gone = stored.pop(random.randrange(len(stored)))
+            chains.remove(gone[0], chain(gone[1]))
+        query = chain(random.choice(stored)[1] + "x")
+        assert dict(chains.depths(query)) == naive_depths([(k, chain(t)) for k, t in stored], query)
+    for key, text in stored:
+        chains.remove(key, chain(text))
+    assert len(chains) == 0
+
+
+def test_a_growing_conversation_stays_one_node():
+    chains = ChainMultiset()
+    chains.store(("a", 0), chain("system"))
+    text = "system: "
+    chains.store(("a", 0), chain(text))
+    for turn in "bcdefgh":
+        chains.extend(("a", 0), chain(text), chain(text + turn))
+        text += turn
+    assert repr(chains) == "ChainMultiset(2 nodes, 15 blocks)"

@@ -1,0 +1,46 @@
+"""The shared index on real servers: the common behaviour, and beside the naive index on random histories."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from cachecore.index.contract import PrefixIndex
+from cachecore.index.redis import RedisIndex
+from tests.cachecore.index.behaviour import PrefixIndexBehaviour
+from tests.cachecore.index.histories import History, run_beside_naive
+from tests.cachecore.index.remote import Remote, fresh_schema
+from tests.cachecore.store.servers import BINARIES, start_cluster, start_server
+
+
+@pytest.fixture(scope="module", params=["valkey", "redis", "cluster"])
+def remote(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Remote]:
+    directory = tmp_path_factory.mktemp(request.param)
+    if request.param == "cluster":
+        server = start_cluster(directory)
+    elif request.param in BINARIES:
+        server = start_server(directory, binary=BINARIES[request.param], persist=False)
+    else:
+        pytest.skip("no redis-server on PATH")
+    with server:
+        remote = Remote(server.url)
+        yield remote
+        remote.close()
+
+
+def redis_index(remote: Remote) -> PrefixIndex:
+    schema = fresh_schema()
+    publisher = remote.publisher(schema)
+    return remote.index(RedisIndex(remote.store, schema, publisher), publisher.flush)
+
+
+class TestRedisIndex(PrefixIndexBehaviour):
+    @pytest.fixture
+    def index(self, remote: Remote) -> PrefixIndex:
+        return redis_index(remote)
+
+
+class TestBesideNaive:
+    @pytest.mark.parametrize("seed", range(4))
+    @pytest.mark.parametrize("layers", [False, True])
+    def test_random_histories(self, remote: Remote, seed: int, layers: bool) -> None:
+        run_beside_naive(redis_index(remote), History(seed, layers=layers), steps=60)
