@@ -74,6 +74,11 @@ class PredictedInsertions:
         """The request failed before its prefill: its blocks will not come."""
         self.cancelled += self._withdraw(request_id)
 
+    def cancel_all(self, prefix: str) -> None:
+        """Whoever sent the requests whose ids begin so is gone, and nobody will hear how they end."""
+        for request_id in [request for request in self._pending if request.startswith(prefix)]:
+            self.cancelled += self._withdraw(request_id)
+
     def forget(self, key: WorkerKey) -> None:
         """The worker is gone or has restarted."""
         for request_id in [request for request, prediction in self._pending.items() if prediction.key == key]:

@@ -82,3 +82,14 @@ def test_a_prompt_without_a_full_block_predicts_nothing(store):
 def test_refuses_nonsense(store, arguments):
     with pytest.raises(ValueError, match="must be positive"):
         PredictedInsertions(store, **arguments)
+
+
+def test_the_predictions_of_one_sender_are_withdrawn_together(store, chain):
+    predicted = PredictedInsertions(store)
+    for request in ("one/r1", "one/r2", "other/r1", "r1"):
+        predicted.predict(request, A, chain("abc"), 0.0)
+    predicted.cancel_all("one/")
+    assert (len(predicted), predicted.cancelled) == (2, 2)
+    predicted.cancel_all("other/")
+    predicted.cancel("r1")
+    assert store.counts == {}
