@@ -12,7 +12,7 @@ PACKAGES := ropeway.py cachecore policies gateway workers loadtest
 OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format bench clean
+.PHONY: help setup demo test test-faults check format bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -35,6 +35,9 @@ demo: setup ## fetch a small model, start two workers and the gateway, and say h
 test: setup ## every test
 	@$(BIN)/ropeway model fetch smollm2
 	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest
+
+test-faults: setup ## several gateways under load while their Redis or Valkey misbehaves (a quarter of an hour)
+	$(BIN)/python -m pytest -m faults tests/faults
 
 check: setup ## format, lint, types, and the arrows between the packages
 	$(BIN)/ruff format --check .

@@ -5,7 +5,7 @@ behind a listener of its own.
 """
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import orjson
@@ -18,13 +18,21 @@ from gateway.config import WorkerConfig
 from gateway.edge.http1 import RequestHead
 from gateway.edge.server import Inbound
 from gateway.errors import BadRequest, InternalError, MethodNotAllowed, NotFound, ServiceError
-from gateway.fleet.registry import Fleet
+from gateway.fleet.worker import WorkerRecord
 from gateway.pipeline import Pipeline
 from gateway.requests import request_id_of
 from gateway.tenants import OperatorKey
 from gateway.views.status import StatusView
 
 EXPLAIN_BODY_BYTES_MAX = 64 * 1024 * 1024
+
+
+class Members(Protocol):
+    """Who takes workers in and out: the gateway's own fleet, or the directory that it shares with others."""
+
+    async def register(self, config: WorkerConfig) -> WorkerRecord: ...
+
+    async def remove(self, name: str) -> None: ...
 
 
 class Surfaces(msgspec.Struct, frozen=True):
@@ -42,13 +50,14 @@ def build_app(
     surfaces: Surfaces,
     admin_key: OperatorKey,
     metrics_key: OperatorKey,
+    members: Members,
 ) -> FastAPI:
     app = FastAPI(title="Ropeway", docs_url=None, redoc_url=None, openapi_url="/openapi.json")
     _translate_errors(app)
     if surfaces.public:
         _add_public_routes(app, pipeline, status)
     if surfaces.admin:
-        _add_admin_routes(app, pipeline.fleet, pipeline, status, admin_key)
+        _add_admin_routes(app, members, pipeline, status, admin_key)
     if surfaces.metrics:
         _add_metrics_route(app, registry, metrics_key)
     return app
@@ -129,7 +138,7 @@ def _add_public_routes(app: FastAPI, pipeline: Pipeline, status: StatusView) -> 
 
 
 def _add_admin_routes(
-    app: FastAPI, fleet: Fleet, pipeline: Pipeline, status: StatusView, admin_key: OperatorKey
+    app: FastAPI, members: Members, pipeline: Pipeline, status: StatusView, admin_key: OperatorKey
 ) -> None:
     def authorize(request: Request) -> None:
         authorization = request.headers.get("authorization")
@@ -152,13 +161,13 @@ def _add_admin_routes(
             config = msgspec.json.decode(await request.body(), type=WorkerConfig)
         except (msgspec.DecodeError, ValueError) as error:
             raise BadRequest(f"not a worker: {error}") from None
-        record = await fleet.register(config)
+        record = await members.register(config)
         return {"name": record.name, "url": record.url}
 
     @app.delete("/admin/workers/{name:path}", dependencies=admin)
     async def remove_worker(name: str) -> dict[str, Any]:
         """Forget a worker; what it is serving goes on."""
-        await fleet.remove(name)
+        await members.remove(name)
         return {"removed": name}
 
 

@@ -4,6 +4,7 @@ Whatever a command needs is imported when it runs, so that `ropeway --help` stay
 """
 
 import argparse
+import asyncio
 import json
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ def add_parsers(subparsers: "Subparsers") -> None:
     _add_up(subparsers)
     _add_serve(subparsers)
     _add_keys(subparsers)
+    _add_index(subparsers)
 
 
 def _add_up(subparsers: "Subparsers") -> None:
@@ -39,8 +41,13 @@ def _add_up(subparsers: "Subparsers") -> None:
     parser.add_argument("--port", type=_port, default=8000, metavar="P", help="of the gateway (default: %(default)s)")
     parser.add_argument("--host", default="127.0.0.1", metavar="H", help="of the gateway (default: %(default)s)")
     parser.add_argument("--policy", choices=list(POLICIES), help="how requests are placed (default: kv-aware)")
-    parser.add_argument("--redis", metavar="URL|embedded|none", help="where the shared index lives (default: none)")
-    parser.add_argument("--state-dir", type=Path, metavar="DIR", help="for logs and keyring")
+    parser.add_argument(
+        "--redis",
+        default="embedded",
+        metavar="URL|embedded|none",
+        help="where the index lives: a server, a Valkey of our own, or the gateway's memory (default: %(default)s)",
+    )
+    parser.add_argument("--state-dir", type=Path, metavar="DIR", help="for logs, keyring and the embedded Valkey")
     parser.add_argument("--json", action="store_true", help="print URLs, processes and logs as JSON once all serve")
     parser.set_defaults(run=_run_up)
 
@@ -120,13 +127,82 @@ def serve_config(arguments: argparse.Namespace) -> GatewayConfig:
     return load(arguments.config, overrides={key: value for key, value in flags.items() if value is not None})
 
 
+def _add_index(subparsers: "Subparsers") -> None:
+    parser = _parser(
+        subparsers,
+        "index",
+        "look at the index that gateways share",
+        """examples:
+  ropeway index stats --redis redis://127.0.0.1
+  ropeway index dump --redis unix:///var/lib/ropeway/valkey.sock --holder worker-1
+  ropeway index check --redis redis://127.0.0.1 --gateway http://127.0.0.1:8000""",
+    )
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    shown = _parser(
+        actions,
+        "stats",
+        "what each holder has, who follows its events, and what that takes of the server's memory",
+        "example:\n  ropeway index stats --redis redis://127.0.0.1 --json",
+    )
+    dumped = _parser(
+        actions,
+        "dump",
+        "every run of blocks in the index, a JSON document each",
+        "example:\n  ropeway index dump --redis redis://127.0.0.1 --holder worker-1",
+    )
+    checked = _parser(
+        actions,
+        "check",
+        "hold the index against what the workers say they have; exit code 1 where they differ",
+        "example:\n  ropeway index check --redis redis://127.0.0.1 --worker worker-1=http://127.0.0.1:8001",
+    )
+    for action in (shown, dumped, checked):
+        action.add_argument("--redis", required=True, metavar="URL", help="the server; unix:///... for an embedded one")
+        action.add_argument("--prefix", default="ropeway", help="sharing.prefix of the fleet (default: %(default)s)")
+    for action in (shown, checked):
+        action.add_argument("--json", action="store_true", help="print JSON")
+    dumped.add_argument("--holder", metavar="NAME", help="of this worker or pool alone")
+    checked.add_argument(
+        "--gateway",
+        default="http://127.0.0.1:8000",
+        metavar="URL",
+        help="whose /status names the workers (default: %(default)s)",
+    )
+    checked.add_argument(
+        "--worker", action="append", default=[], type=_named_url, metavar="NAME=URL", help="instead; may be repeated"
+    )
+    shown.set_defaults(run=_run_index_stats)
+    dumped.set_defaults(run=_run_index_dump)
+    checked.set_defaults(run=_run_index_check)
+
+
+def _run_index_stats(arguments: argparse.Namespace) -> int:
+    from gateway import index_tools
+
+    return asyncio.run(index_tools.stats(index_tools.Place(arguments.redis, arguments.prefix), arguments.json))
+
+
+def _run_index_dump(arguments: argparse.Namespace) -> int:
+    from gateway import index_tools
+
+    return asyncio.run(index_tools.dump(index_tools.Place(arguments.redis, arguments.prefix), arguments.holder))
+
+
+def _run_index_check(arguments: argparse.Namespace) -> int:
+    from gateway import index_tools
+
+    place = index_tools.Place(arguments.redis, arguments.prefix)
+    return asyncio.run(index_tools.check(place, dict(arguments.worker), arguments.gateway, arguments.json))
+
+
 def _add_keys(subparsers: "Subparsers") -> None:
     parser = _parser(
         subparsers,
         "keys",
-        "make API keys for tenants",
+        "make API keys for tenants, and the keyring that gateways share",
         """examples:
   ropeway keys new --tenant acme --file keys.jsonl
+  ropeway keys keyring --file keyring.json
   ropeway serve --api-keys keys.jsonl --worker http://127.0.0.1:8001""",
     )
     actions = parser.add_subparsers(required=True, metavar="ACTION")
@@ -142,6 +218,17 @@ def _add_keys(subparsers: "Subparsers") -> None:
     new.add_argument("--file", required=True, type=Path, metavar="FILE", help="made when it does not exist")
     new.add_argument("--json", action="store_true", help="print tenant, key and file as JSON")
     new.set_defaults(run=_run_keys_new)
+    keyring = _parser(
+        actions,
+        "keyring",
+        "make the secrets that gateways (and workers that name blocks themselves) have in common",
+        """example:
+  ropeway keys keyring --file keyring.json
+  ropeway serve --keyring keyring.json --redis redis://127.0.0.1 --worker http://127.0.0.1:8001""",
+    )
+    keyring.add_argument("--file", required=True, type=Path, metavar="FILE", help="must not exist yet")
+    keyring.add_argument("--json", action="store_true", help="print the file's name as JSON")
+    keyring.set_defaults(run=_run_keys_keyring)
 
 
 def _run_keys_new(arguments: argparse.Namespace) -> int:
@@ -155,6 +242,20 @@ def _run_keys_new(arguments: argparse.Namespace) -> int:
     print(
         f"Keep it: {arguments.file} has its hash only. A running gateway reads the file at its start.", file=sys.stderr
     )
+    return 0
+
+
+def _run_keys_keyring(arguments: argparse.Namespace) -> int:
+    from cachecore.scope import Keyring
+    from gateway.errors import StartupError
+
+    if arguments.file.exists():
+        raise StartupError(f"{arguments.file} exists already: whoever uses it would lose their names")
+    try:
+        Keyring.generate().save(arguments.file)
+    except OSError as error:
+        raise StartupError(f"{arguments.file}: {error.strerror}") from error
+    print(json.dumps({"file": str(arguments.file)}) if arguments.json else f"{arguments.file} is made; keep it secret.")
     return 0
 
 
@@ -180,6 +281,13 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"at least 1 is needed, not {number}")
     return number
+
+
+def _named_url(text: str) -> tuple[str, str]:
+    name, equals, url = text.partition("=")
+    if not (name and equals and url):
+        raise argparse.ArgumentTypeError(f"NAME=URL is expected, not {text!r}")
+    return name, url.rstrip("/")
 
 
 def _tokenizer(text: str) -> tuple[str, str]:

@@ -32,6 +32,7 @@ from urllib.parse import urlsplit
 import msgspec
 import yaml
 
+from cachecore.store.address import parse_address
 from gateway.errors import ConfigError
 from policies import POLICIES
 
@@ -125,6 +126,25 @@ class IndexConfig(Section, frozen=True, kw_only=True):
     """Distinct blocks that are remembered."""
 
 
+class SharingConfig(Section, frozen=True, kw_only=True):
+    """How gateways share what they know through Redis or Valkey. Without `redis` nothing of it is used."""
+
+    lookups: Literal["mirror", "redis"] = "mirror"
+    """`mirror` answers from a local copy that follows the shared one; `redis` asks the server for every request."""
+    prefix: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.:-]{1,64}$")] = "ropeway"
+    """Every key begins with it. Gateways of one fleet have the same, fleets that share a server different ones."""
+    gateway: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_.:-]{0,128}$")] = ""
+    """This gateway's name among its peers, unlike all others; made up at the start when empty."""
+    budget_ms: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 20.0
+    """What a request may wait for the server at most, before it is placed without it."""
+    lease_seconds: Annotated[float, msgspec.Meta(ge=0.2, le=60)] = 1.2
+    """After this long without a word from the gateway that follows a worker's events another one takes over."""
+    stream_entries_max: Positive = 16_384
+    """Changes kept, for each of 16 shards, for gateways that lag behind; beyond that they read whole snapshots."""
+    directory: Path | None = None
+    """Where `redis: embedded` keeps its data; null for `~/.local/state/ropeway/valkey`."""
+
+
 class PromptsConfig(Section, frozen=True, kw_only=True):
     cache_bytes_max: Bytes = 256 * 1024 * 1024
     """Token ids and hash states kept, so that a conversation's next turn pays for its tail only."""
@@ -141,6 +161,8 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     policy_header_allowed: bool = False
     """Whether `x-ropeway-policy` may choose another policy for its request."""
     redis: str = "none"
+    """Where the shared index lives: `none` (in this process alone), `embedded` (a Valkey of our own), or the URL of a
+    server, `redis[s]://`, `redis[s]+sentinel://` or `redis[s]+cluster://`; see docs/decisions/shared-index.md."""
     tokenizers: dict[str, Path] = {}
     """Served model to the directory with its tokenizer and chat template."""
     keyring: Path | None = None
@@ -155,18 +177,32 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     timeouts: TimeoutsConfig = TimeoutsConfig()
     probes: ProbesConfig = ProbesConfig()
     index: IndexConfig = IndexConfig()
+    sharing: SharingConfig = SharingConfig()
     prompts: PromptsConfig = PromptsConfig()
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise ValueError(f"policy: {self.policy!r} is unknown{_nearest(self.policy, POLICIES)}")
-        if self.redis != "none":
-            raise ValueError(f"redis: {self.redis!r} is not supported: the index lives in memory; only 'none' is")
+        _check_redis(self)
         for name in ("url", "name"):
             values = [value for worker in self.workers if (value := getattr(worker, name).rstrip("/"))]
             twice = {value for value in values if values.count(value) > 1}
             if twice:
                 raise ValueError(f"workers: the {name} {min(twice)!r} is given twice")
+
+
+def _check_redis(config: GatewayConfig) -> None:
+    if config.redis in ("none", "embedded"):
+        return
+    try:
+        parse_address(config.redis)
+    except ValueError as error:
+        raise ValueError(f"redis: {error}; 'none' and 'embedded' are known besides URLs") from None
+    if config.keyring is None:
+        raise ValueError(
+            "keyring: gateways that share an index must name blocks alike: give each the same keyring file "
+            "(`ropeway keys keyring --file FILE` makes one)"
+        )
 
 
 LOG_LEVELS: tuple[str, ...] = get_args(LogLevel)

@@ -27,12 +27,15 @@ from gateway.edge.server import Edge, EdgeLimits
 from gateway.errors import ConfigError
 from gateway.fleet.knowledge import Knowledge
 from gateway.fleet.registry import Fleet
+from gateway.fleet.streams import Intakes, OwnStreams
 from gateway.pipeline import Pipeline, PipelineSettings
 from gateway.ports import require_free_port
 from gateway.prompts import Prompts
+from gateway.sharing import IndexBackend, Sharing, embedded_directory
 from gateway.tenants import OperatorKey, Tenants
 from gateway.views.metrics import GatewayCollector, GatewayMetrics
 from gateway.views.receipts import Receipts
+from gateway.views.sharing import SharingCollector
 from gateway.views.status import StatusView
 
 logger = logging.getLogger("ropeway")
@@ -47,14 +50,19 @@ class Gateway:
 
     def __init__(self, config: GatewayConfig) -> None:
         self.config = config
-        keyring = _load_keyring(config.keyring)
+        keyring = _load_keyring(config)
         tenants = Tenants.load(config.tenants.api_keys_file)
         renderers = load_renderers(config.tokenizers, config.prompts.request_templates_allowed)
-        self.knowledge = Knowledge(MemoryIndex(blocks_max=config.index.blocks_max))
+        backend = IndexBackend(config) if config.redis != "none" else None
+        self.knowledge = Knowledge(backend.index if backend else MemoryIndex(blocks_max=config.index.blocks_max))
         self.prompts = Prompts(
             keyring, PromptNamer(config.prompts.cache_bytes_max), config.limits.long_prompt_characters
         )
-        self.fleet = Fleet(config.probes, renderers, self.knowledge, self.prompts.naming_for_events)
+        naming_for = self.prompts.naming_for_events
+        self.sharing = Sharing(backend, self.knowledge, naming_for) if backend else None
+        streams = self.sharing.streams if self.sharing else OwnStreams(Intakes(self.knowledge.index, naming_for))
+        self.fleet = Fleet(config.probes, renderers, self.knowledge, streams, backend.epochs if backend else None)
+        self._members = self.sharing.join(self.fleet, config) if self.sharing else self.fleet
         self.prompts.tokenize_remotely = self.fleet.tokenize
         self.metrics = GatewayMetrics()
         self.receipts = Receipts()
@@ -63,10 +71,19 @@ class Gateway:
             settings, self.fleet, self.knowledge, self.prompts, tenants, self.metrics, self.receipts
         )
         self.status = StatusView(
-            _version(), config.policy, self.fleet, self.knowledge, self.metrics, self.receipts, self.prompts
+            _version(),
+            config.policy,
+            self.fleet,
+            self.knowledge,
+            self.metrics,
+            self.receipts,
+            self.prompts,
+            self.sharing.document if self.sharing else None,
         )
         self.collectors = CollectorRegistry()
         self.collectors.register(GatewayCollector(self.metrics, self.fleet, self.knowledge))
+        if self.sharing is not None:
+            self.collectors.register(SharingCollector(self.sharing))
         timeouts, limits = config.timeouts, config.limits
         deadlines = Deadlines(timeouts.connect_seconds, timeouts.first_byte_seconds, timeouts.idle_seconds)
         edge_limits = EdgeLimits(
@@ -83,6 +100,8 @@ class Gateway:
     async def serve(self) -> None:
         """Serve until SIGINT or SIGTERM."""
         servers = [self._public_server(), *self._operator_servers()]
+        if self.sharing is not None:
+            await self.sharing.start()
         sweep = asyncio.create_task(self.edge.sweep(), name="edge sweep")
         for worker in self.config.workers:
             await self.fleet.register(worker)
@@ -99,6 +118,8 @@ class Gateway:
                 server.should_exit = True
             await asyncio.gather(*tasks, return_exceptions=True)
             await self.fleet.stop()
+            if self.sharing is not None:
+                await self.sharing.stop()
             for task in (sweep, stopped):
                 task.cancel()
                 with suppress(asyncio.CancelledError):
@@ -138,7 +159,9 @@ class Gateway:
     ) -> uvicorn.Server:
         if port:
             require_free_port(host, port)
-        app = build_app(self.pipeline, self.status, self.collectors, surfaces, self._admin_key, self._metrics_key)
+        app = build_app(
+            self.pipeline, self.status, self.collectors, surfaces, self._admin_key, self._metrics_key, self._members
+        )
         return uvicorn.Server(
             uvicorn.Config(
                 app,
@@ -212,7 +235,13 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _load_keyring(path: Path | None) -> Keyring:
+def _load_keyring(config: GatewayConfig) -> Keyring:
+    path = config.keyring
+    if path is None and config.redis == "embedded":
+        # Names must outlive the process where the index does.
+        path = embedded_directory(config) / "keyring.json"
+        if not path.exists():
+            Keyring.generate().save(path)
     if path is None:
         return Keyring.generate()
     try:

@@ -8,11 +8,9 @@ Everything here polls and nothing is asynchronous: a handful of processes need n
 counts cannot deadlock.
 """
 
-import ctypes
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,14 +20,13 @@ from types import FrameType
 
 import httpx
 
+from cachecore.store.children import dies_with_parent
 from gateway.errors import StartupError
 
 START_SECONDS_MAX = 300.0
 STOP_SECONDS_MAX = 12.0
 POLL_SECONDS = 0.1
 TAIL_LINES = 20
-
-_PR_SET_PDEATHSIG = 1
 
 
 class PartDied(StartupError):
@@ -64,7 +61,7 @@ class Process:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **part.environment},
                 process_group=0,
-                preexec_fn=_die_with_parent(),
+                preexec_fn=dies_with_parent(signal.SIGKILL),
             )
 
     @property
@@ -184,17 +181,3 @@ def stop_signals() -> Iterator[Callable[[], int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _die_with_parent() -> Callable[[], None] | None:
-    """What a child calls before it becomes its command, so that the kernel kills it when this process ends."""
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl, parent = ctypes.CDLL(None, use_errno=True).prctl, os.getpid()
-
-    def arrange() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return arrange

@@ -40,7 +40,7 @@ class UpOptions:
     policy: str | None = None
     model: str = FETCHED_MODEL
     """`smollm2`, or the directory of a model."""
-    redis: str | None = None
+    redis: str = "embedded"
     state_directory: Path | None = None
     as_json: bool = False
 
@@ -51,12 +51,11 @@ def up(options: UpOptions, console: Console | None = None) -> int:
     require_free_port(options.host, options.port)
     directory = (options.state_directory or _state_directory(options.port)).resolve()
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    keyring = _keyring(directory)
     model = None if options.simulated else _model_directory(options.model)
     with stop_signals() as signals_seen:
         supervisor = Supervisor(directory, signals_seen)
         try:
-            _start(options, supervisor, keyring, model, console)
+            _start(options, supervisor, directory, model, console)
             supervisor.watch()
         except Stopped:
             console.print("Stopping.")
@@ -65,7 +64,8 @@ def up(options: UpOptions, console: Console | None = None) -> int:
     return 0
 
 
-def _start(options: UpOptions, supervisor: Supervisor, keyring: Path, model: Path | None, console: Console) -> None:
+def _start(options: UpOptions, supervisor: Supervisor, directory: Path, model: Path | None, console: Console) -> None:
+    keyring = _keyring(directory)
     parts, urls = worker_parts(options, keyring, model)
     kind = "reference" if model else "simulated"
     with _step(console, f"{len(urls)} {kind} worker{'s' if len(urls) > 1 else ''}"):
@@ -73,7 +73,7 @@ def _start(options: UpOptions, supervisor: Supervisor, keyring: Path, model: Pat
             supervisor.start(part)
         supervisor.wait_ready()
     with _step(console, "gateway"):
-        supervisor.start(gateway_part(options, keyring, model, urls))
+        supervisor.start(gateway_part(options, keyring, model, urls, directory))
         supervisor.wait_ready()
     _announce(options, supervisor, urls, console)
 
@@ -106,16 +106,16 @@ def worker_parts(options: UpOptions, keyring: Path, model: Path | None) -> tuple
     ], urls
 
 
-def gateway_part(options: UpOptions, keyring: Path, model: Path | None, urls: Sequence[str]) -> Part:
+def gateway_part(options: UpOptions, keyring: Path, model: Path | None, urls: Sequence[str], directory: Path) -> Part:
     arguments = ["--host", options.host, "--port", str(options.port), "--keyring", str(keyring)]
     arguments += [word for url in urls for word in ("--worker", url)]
     if model is not None:
         arguments += ["--tokenizer", f"{served_name(options)}={model}"]
     if options.policy is not None:
         arguments += ["--policy", options.policy]
-    if options.redis is not None:
-        arguments += ["--redis", options.redis]
-    return Part("gateway", _ropeway("serve", *arguments), [f"{_gateway_url(options)}/readyz"])
+    arguments += ["--redis", options.redis]
+    environment = {"ROPEWAY_SHARING_DIRECTORY": str(directory / "valkey")}
+    return Part("gateway", _ropeway("serve", *arguments), [f"{_gateway_url(options)}/readyz"], environment)
 
 
 def served_name(options: UpOptions) -> str:
@@ -151,7 +151,7 @@ def _keyring(directory: Path) -> Path:
 
 
 def _state_directory(port: int) -> Path:
-    """Logs and keyring of the stack on this port; the keyring is kept, so that names stay the same."""
+    """Logs, keyring and index of the stack on this port; the keyring is kept, so that names stay the same."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(base) / "ropeway" / f"up-{port}"
 

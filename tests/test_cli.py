@@ -85,7 +85,7 @@ def test_version_and_help_of_the_module() -> None:
         (["serve", "--tokenizer", "m"], "argument --tokenizer: MODEL=DIR is expected, not 'm'"),
         (["serve", "-c", "/nonexistent.yaml"], "/nonexistent.yaml: No such file or directory"),
         (["serve", "--worker", "localhost:8001"], "configuration: workers[0]: 'localhost:8001' is not a URL"),
-        (["serve", "--redis", "redis://localhost"], "configuration: redis: 'redis://localhost' is not supported"),
+        (["serve", "--redis", "redis://localhost"], "configuration: keyring: gateways that share an index"),
         (["up", "--workers", "0"], "argument --workers: at least 1 is needed, not 0"),
         (["keys", "new", "--tenant", "public", "--file", "/nonexistent/k"], "/nonexistent/k: 'public' is what all"),
     ],

@@ -19,6 +19,7 @@ _LOAD_SAMPLE = re.compile(
     re.MULTILINE,
 )
 """As vLLM and SGLang write it; our own workers use vLLM's names."""
+_PROCESS_START = re.compile(r"^process_start_time_seconds(?:\{[^\n]*\})? ([0-9.e+]+)$", re.MULTILINE)
 
 
 class ProbeError(Exception):
@@ -47,7 +48,20 @@ async def discover(client: httpx.AsyncClient, url: str) -> Discovery:
     discovery = Discovery(models)
     discovery.max_model_len = min((entry.get("max_model_len") or 0 for entry in entries), default=0)
     _read_server_info(await _get_json(client, f"{url}/server_info"), discovery, url)
+    if discovery.epoch is None:
+        discovery.epoch = await _process_start_ms(client, url)
     return discovery
+
+
+async def _process_start_ms(client: httpx.AsyncClient, url: str) -> int | None:
+    """When the engine's process started, by the metric that Prometheus clients export of themselves: every gateway
+    takes it for the same life. None when it is not to be had."""
+    try:
+        answer = await _get(client, f"{url}/metrics")
+    except ProbeError:
+        return None
+    found = _PROCESS_START.search(answer.text) if answer.status_code == 200 else None
+    return round(float(found[1]) * 1000) if found else None
 
 
 def _read_server_info(info: Mapping[str, Any], discovery: Discovery, url: str) -> None:

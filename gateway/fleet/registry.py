@@ -9,25 +9,22 @@ the old one before any request can be decided on it.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import httpx
-import zmq
-import zmq.asyncio
 
 from cachecore.holders import Epoch
+from cachecore.index.epochs import Epochs, OwnEpochs
 from cachecore.prompts.contract import Renderer
 from cachecore.prompts.plain import PlainRenderer
-from cachecore.rekey import Rekeyer
-from cachecore.scope import Naming
 from gateway.config import ProbesConfig, WorkerConfig
 from gateway.errors import BadRequest, ModelNotFound, NotFound, NoWorker
 from gateway.fleet import parity, probe
-from gateway.fleet.intake import EventIntake, EventSource
 from gateway.fleet.knowledge import Knowledge
 from gateway.fleet.probe import ProbeError
+from gateway.fleet.streams import EventStreams
 from gateway.fleet.worker import Discovery, ModelEntry, ModelPool, Parity, WorkerRecord
 
 logger = logging.getLogger("ropeway.fleet")
@@ -38,9 +35,6 @@ RANKS_MAX = 64
 _LOAD_INTERVALS = 3
 """Probe intervals for which a report of an engine's queue is believed."""
 
-NamingFor = Callable[[ModelPool, str | None, str | None], Naming | None]
-"""(pool, salt, adapter) -> how blocks under that salt are named; None when they cannot be."""
-
 
 class Fleet:
     """The workers of one gateway. `start` and `stop` own all its tasks."""
@@ -50,13 +44,14 @@ class Fleet:
         probes: ProbesConfig,
         renderers: Mapping[str, Renderer],
         knowledge: Knowledge,
-        naming_for: NamingFor,
+        streams: EventStreams,
+        epochs: Epochs | None = None,
     ) -> None:
         self._probes = probes
         self._renderers = renderers
         self._knowledge = knowledge
-        self._naming_for = naming_for
-        self._events = zmq.asyncio.Context()
+        self._streams = streams
+        self._epochs = epochs or OwnEpochs()
         self._http = httpx.AsyncClient(timeout=probes.timeout_seconds, trust_env=False)
         self._tasks: dict[WorkerRecord, asyncio.Task[None]] = {}
         self._membership = asyncio.Lock()
@@ -76,7 +71,7 @@ class Fleet:
             for record in list(self.workers.values()):
                 await self._detach(record)
         await self._http.aclose()
-        self._events.destroy(linger=0)
+        await self._streams.stop()
 
     # Membership
 
@@ -107,7 +102,7 @@ class Fleet:
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
-        await _close_intakes(record)
+        await self._streams.leave(record)
         record.healthy = False
         record.reason = "removed"
         del self.workers[record.name]
@@ -260,14 +255,16 @@ class Fleet:
 
     async def _begin_life(self, record: WorkerRecord, discovery: Discovery) -> None:
         """Void what is known of the former life, then learn what this one is."""
+        said = discovery.epoch
+        epoch = Epoch(said) if said is not None else await self._epochs.after(record.name, record.epoch)
         if record.discovery is not None:
             logger.info("worker %s has restarted", record.name)
         for holder in record.holders:
             self._knowledge.forget(holder)
-        await _close_intakes(record)
+        await self._streams.leave(record)
         record.connections.close_idle()
         record.discovery = discovery
-        record.epoch = Epoch(discovery.epoch if discovery.epoch is not None else record.epoch + 1)
+        record.epoch = epoch
         ranks = discovery.events.ranks if discovery.events else 1
         record.holders = tuple(record.holder(rank) for rank in range(min(ranks, RANKS_MAX)))
         for holder in record.holders:
@@ -275,9 +272,9 @@ class Fleet:
         record.load = None
         pool = self._join_pool(record, discovery)
         if pool.refresh_block_size():
-            await self._rename(pool)
+            await self._rename(pool, record)
         await self._settle_parity(record, pool)
-        await self._open_intakes(record, pool)
+        await self._streams.follow(record, pool)
 
     def _join_pool(self, record: WorkerRecord, discovery: Discovery) -> ModelPool:
         model = record.config.model or next(name for name, entry in discovery.models.items() if not entry.parent)
@@ -299,15 +296,15 @@ class Fleet:
         if pool.renderer is None and discovery.tokenizer_fingerprint == PlainRenderer.fingerprint:
             pool.renderer = PlainRenderer()
 
-    async def _rename(self, pool: ModelPool) -> None:
-        """The pool's block size has changed: every name made so far is void, and events must be read anew."""
+    async def _rename(self, pool: ModelPool, beginning: WorkerRecord) -> None:
+        """The pool's block size has changed: every name made so far is void, and events must be read anew. Those of the
+        worker whose life is beginning are read in a moment anyway."""
         for worker in pool.workers:
-            followed = bool(worker.intakes)
-            await _close_intakes(worker)
+            await self._streams.leave(worker)
             for holder in worker.holders:
                 self._knowledge.forget(holder)
-            if followed:
-                await self._open_intakes(worker, pool)
+            if worker is not beginning and worker.discovery is not None:
+                await self._streams.follow(worker, pool)
 
     async def _settle_parity(self, record: WorkerRecord, pool: ModelPool) -> None:
         if pool.renderer is None:
@@ -329,26 +326,6 @@ class Fleet:
                 return
         parity.settle(record, Parity.PROVEN)
 
-    async def _open_intakes(self, record: WorkerRecord, pool: ModelPool) -> None:
-        endpoints = record.discovery.events if record.discovery else None
-        if endpoints is None:
-            return
-        for holder in record.holders:
-            replay = endpoints.replay_endpoint
-            source = EventSource(
-                _at_rank(endpoints.endpoint, holder.rank),
-                _at_rank(replay, holder.rank) if replay else None,
-                endpoints.topic,
-            )
-            rekeyer = Rekeyer(pool.block_size_tokens, lambda salt, adapter: self._naming_for(pool, salt, adapter))
-            intake = EventIntake(holder, source, self._knowledge.index, rekeyer, self._events)
-            try:
-                await intake.start()
-            except zmq.ZMQError as error:
-                logger.warning("worker %s: no KV events from %s: %s", record.name, source.live_endpoint, error)
-                return
-            record.intakes.append(intake)
-
     def _mark_unhealthy(self, record: WorkerRecord, reason: str) -> None:
         if record.healthy:
             logger.warning("worker %s is unhealthy: %s", record.name, reason)
@@ -365,18 +342,3 @@ class Fleet:
                 name for worker in pool.workers for name, entry in worker.models.items() if name != pool.model
             }
             self._adapters.update(dict.fromkeys(pool.adapters, pool.model))
-
-
-async def _close_intakes(record: WorkerRecord) -> None:
-    intakes, record.intakes = record.intakes, []
-    for intake in intakes:
-        try:
-            await intake.stop()
-        except Exception:
-            logger.exception("the event intake of worker %s had failed", record.name)
-
-
-def _at_rank(endpoint: str, rank: int) -> str:
-    """Rank r publishes on the port r above the first one's (vLLM and SGLang alike)."""
-    base, _, port = endpoint.rpartition(":")
-    return f"{base}:{int(port) + rank}" if port.isdigit() else endpoint

@@ -100,6 +100,9 @@ class WorkerRecord:
     load: EngineLoad | None = None
     """Its last report; None when it makes none."""
     intakes: list[EventIntake] = field(default_factory=list)
+    """Of the streams that this gateway follows itself."""
+    events_trusted: bool = False
+    """Whether all its event streams are followed, here or elsewhere, so that the index speaks for it."""
     requests: int = 0
     failures: int = 0
     registered_at: float = field(default_factory=time.time)
@@ -137,11 +140,6 @@ class WorkerRecord:
         if self.config.block_size_tokens:
             return self.config.block_size_tokens
         return self.discovery.block_size_tokens if self.discovery else 0
-
-    @property
-    def events_trusted(self) -> bool:
-        """Whether its event streams are followed, so that the index speaks for it."""
-        return bool(self.intakes)
 
     @property
     def models(self) -> Mapping[str, ModelEntry]:

@@ -1,7 +1,7 @@
 """The one document that says how the gateway is: `/status`, the dashboard and `ropeway top` all read it."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -70,6 +70,8 @@ class Status:
     estimates: Mapping[str, Any]
     requests: dict[str, int]
     tokens: dict[str, int]
+    sharing: dict[str, Any] | None = None
+    """How the index is shared with other gateways; null where it is not."""
     receipts: list[dict[str, Any]] = field(default_factory=list)
 
     def document(self) -> dict[str, Any]:
@@ -88,6 +90,7 @@ class StatusView:
         metrics: GatewayMetrics,
         receipts: Receipts,
         prompts: Prompts,
+        sharing: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
         self._version = version
         self._policy = policy
@@ -96,6 +99,7 @@ class StatusView:
         self._metrics = metrics
         self._receipts = receipts
         self._prompts = prompts
+        self._sharing = sharing
         self._started_at = time.time()
 
     @property
@@ -130,6 +134,7 @@ class StatusView:
                 "reported_cached": metrics.reported_cached_tokens,
                 "phantom": metrics.phantom_tokens,
             },
+            sharing=self._sharing() if self._sharing is not None else None,
             receipts=receipts,
         )
 

@@ -73,7 +73,7 @@ def test_a_simulated_fleet_is_one_process() -> None:
 
 def test_the_gateway_gets_workers_tokenizer_and_keyring() -> None:
     options = UpOptions(port=9000, policy="session", redis="none")
-    part = gateway_part(options, KEYRING, Path("/models/m"), ["http://a:1", "http://b:2"])
+    part = gateway_part(options, KEYRING, Path("/models/m"), ["http://a:1", "http://b:2"], Path("/state"))
     line = " ".join(words(part))
     assert line.startswith("serve --host 127.0.0.1 --port 9000 --keyring /state/keyring.json")
     assert "--worker http://a:1 --worker http://b:2" in line
@@ -82,8 +82,14 @@ def test_the_gateway_gets_workers_tokenizer_and_keyring() -> None:
     assert part.ready_urls == ["http://127.0.0.1:9000/readyz"]
 
 
+def test_the_index_lies_beside_the_keyring() -> None:
+    part = gateway_part(UpOptions(), KEYRING, None, [], Path("/state"))
+    assert " ".join(words(part)).endswith("--redis embedded")
+    assert part.environment == {"ROPEWAY_SHARING_DIRECTORY": "/state/valkey"}
+
+
 def test_a_gateway_on_every_interface_is_asked_on_loopback() -> None:
-    part = gateway_part(UpOptions(host="0.0.0.0", port=9000), KEYRING, None, [])
+    part = gateway_part(UpOptions(host="0.0.0.0", port=9000), KEYRING, None, [], Path("/state"))
     assert part.ready_urls == ["http://127.0.0.1:9000/readyz"]
 
 

@@ -13,6 +13,7 @@ from gateway.fleet import probe
 from gateway.fleet.knowledge import Knowledge
 from gateway.fleet.probe import ProbeError
 from gateway.fleet.registry import Fleet
+from gateway.fleet.streams import Intakes, OwnStreams
 from gateway.fleet.worker import EngineLoad
 
 VLLM = """# HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -95,7 +96,8 @@ def worker(metrics: tuple[int, str] | None, paths: list[str]) -> Answer:
 @asynccontextmanager
 async def fleet_of(url: str) -> AsyncIterator[tuple[Fleet, Knowledge]]:
     knowledge = Knowledge(MemoryIndex())
-    fleet = Fleet(ProbesConfig(interval_seconds=0.05, timeout_seconds=5.0), {}, knowledge, lambda *_: None)
+    streams = OwnStreams(Intakes(knowledge.index, lambda *_: None))
+    fleet = Fleet(ProbesConfig(interval_seconds=0.05, timeout_seconds=5.0), {}, knowledge, streams)
     await fleet.register(WorkerConfig(url=url, name="w"))
     try:
         yield fleet, knowledge

@@ -1,0 +1,123 @@
+"""The workers' event streams: how to reach them, and a gateway that follows all of them by itself.
+
+With a shared index the gateways divide the streams among them instead: `gateway/fleet/ownership.py`.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol
+
+import zmq
+import zmq.asyncio
+
+from cachecore.holders import Worker
+from cachecore.index.contract import PrefixIndex
+from cachecore.ledgers import RestoredRun
+from cachecore.rekey import Rekeyer
+from cachecore.scope import Naming
+from gateway.fleet.intake import EventIntake, EventSource
+from gateway.fleet.worker import EventEndpoints, ModelPool, WorkerRecord
+
+logger = logging.getLogger("ropeway.events")
+
+NamingFor = Callable[[ModelPool, str | None, str | None], Naming | None]
+"""(pool, salt, adapter) -> how blocks under that salt are named; None when they cannot be."""
+
+
+class EventStreams(Protocol):
+    """Keeps the index true about the workers it is told of. Sets `events_trusted` of their records."""
+
+    async def follow(self, record: WorkerRecord, pool: ModelPool) -> None:
+        """A life of a worker has begun, or its blocks are named anew: follow the events of all its ranks."""
+        ...
+
+    async def leave(self, record: WorkerRecord) -> None:
+        """No longer follow the worker. What the index knows of it is the caller's to keep or to forget."""
+        ...
+
+    async def stop(self) -> None: ...
+
+
+class Resume(NamedTuple):
+    """Where another follower of a stream had come to."""
+
+    sequence: int
+    """The last batch that is in the index."""
+    runs: Iterable[RestoredRun]
+
+
+class Intakes:
+    """Opens event intakes that write to one index. Owns their sockets' context."""
+
+    def __init__(self, index: PrefixIndex, naming_for: NamingFor) -> None:
+        self._index = index
+        self._naming_for = naming_for
+        self._context = zmq.asyncio.Context()
+
+    async def open(
+        self, holder: Worker, endpoints: EventEndpoints, pool: ModelPool, resume: Resume | None = None
+    ) -> EventIntake | None:
+        """An intake that runs; None, and a line in the log, when the endpoint cannot be used.
+
+        Raises ValueError when it cannot be gone on from `resume`.
+        """
+        rekeyer = Rekeyer(pool.block_size_tokens, lambda salt, adapter: self._naming_for(pool, salt, adapter))
+        if resume is not None:
+            await asyncio.to_thread(rekeyer.restore, resume.runs)  # a microsecond a block
+        source = event_source(endpoints, holder.rank)
+        resume_from = resume.sequence if resume is not None else None
+        intake = EventIntake(holder, source, self._index, rekeyer, self._context, resume_from=resume_from)
+        try:
+            await intake.start()
+        except zmq.ZMQError as error:
+            logger.warning("worker %s: no KV events from %s: %s", holder.name, source.live_endpoint, error)
+            return None
+        return intake
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+class OwnStreams:
+    """Follows every stream itself. Implements `EventStreams`."""
+
+    def __init__(self, intakes: Intakes) -> None:
+        self._intakes = intakes
+
+    async def follow(self, record: WorkerRecord, pool: ModelPool) -> None:
+        endpoints = record.discovery.events if record.discovery else None
+        if endpoints is None:
+            return
+        for holder in record.holders:
+            intake = await self._intakes.open(holder, endpoints, pool)
+            if intake is None:
+                return
+            record.intakes.append(intake)
+            record.events_trusted = True
+
+    async def leave(self, record: WorkerRecord) -> None:
+        intakes, record.intakes, record.events_trusted = record.intakes, [], False
+        for intake in intakes:
+            await stop_intake(intake)
+
+    async def stop(self) -> None:
+        self._intakes.close()
+
+
+async def stop_intake(intake: EventIntake) -> None:
+    try:
+        await intake.stop()
+    except Exception:
+        logger.exception("the event intake of worker %s had failed", intake.holder.name)
+
+
+def event_source(endpoints: EventEndpoints, rank: int) -> EventSource:
+    replay = endpoints.replay_endpoint
+    return EventSource(_at_rank(endpoints.endpoint, rank), _at_rank(replay, rank) if replay else None, endpoints.topic)
+
+
+def _at_rank(endpoint: str, rank: int) -> str:
+    """Rank r publishes on the port r above the first one's (vLLM and SGLang alike)."""
+    base, _, port = endpoint.rpartition(":")
+    return f"{base}:{int(port) + rank}" if port.isdigit() else endpoint
