@@ -53,7 +53,7 @@ class Gateway:
         keyring = _load_keyring(config)
         tenants = Tenants.load(config.tenants.api_keys_file)
         renderers = load_renderers(config.tokenizers, config.prompts.request_templates_allowed)
-        backend = IndexBackend(config) if config.redis != "none" else None
+        backend = IndexBackend(config, keyring) if config.redis != "none" else None
         self.knowledge = Knowledge(backend.index if backend else MemoryIndex(blocks_max=config.index.blocks_max))
         self.prompts = Prompts(
             keyring, PromptNamer(config.prompts.cache_bytes_max), config.limits.long_prompt_characters

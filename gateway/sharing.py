@@ -20,9 +20,11 @@ from cachecore.index.mirror import MirrorIndex
 from cachecore.index.publisher import Publisher
 from cachecore.index.redis import RedisIndex, SharedIndex
 from cachecore.index.schema import Schema
+from cachecore.scope import Keyring
 from cachecore.store import EmbeddedValkey, RedisStore, StoreError, parse_address
 from gateway.config import GatewayConfig
 from gateway.errors import StartupError
+from gateway.fleet.agreement import Disagreement, agree
 from gateway.fleet.directory import Directory
 from gateway.fleet.knowledge import Knowledge
 from gateway.fleet.ownership import LeasedStreams
@@ -43,8 +45,9 @@ class IndexBackend:
     Made first: the rest of the gateway is built on `index`.
     """
 
-    def __init__(self, config: GatewayConfig) -> None:
+    def __init__(self, config: GatewayConfig, keyring: Keyring) -> None:
         sharing = config.sharing
+        self._keyring = keyring
         self.gateway = sharing.gateway or f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
         self.lookups = sharing.lookups
         self.schema = Schema(sharing.prefix)
@@ -68,20 +71,34 @@ class IndexBackend:
         self.leases = Leases(self.store, self.schema, self.gateway, sharing.lease_seconds)
 
     async def start(self) -> None:
-        """Raises StartupError when the embedded server does not start. A server elsewhere may come later."""
+        """A server elsewhere may come later. Raises StartupError when the embedded one does not start, and Disagreement
+        when the server's index is another fleet's."""
         if self._embedded is not None:
             try:
                 await self._embedded.start()
             except StoreError as error:
                 raise StartupError(f"redis: embedded: {error}") from None
         await self.store.start()
-        health = self.store.health()
-        if health.up:
+        try:
+            await agree(self.store, self.schema, self._keyring)
             logger.info("sharing the index as %s through %s", self.gateway, self.store.address)
-        else:
-            logger.warning("serving without %s until it can be reached: %s", self.store.address, health.reason)
+        except StoreError as error:
+            logger.warning("serving without %s until it can be reached: %s", self.store.address, error)
+        except Disagreement:
+            await self.stop()
+            raise
         if self.mirror is not None:
             self.mirror.start()
+
+    async def check(self) -> None:
+        """See that the index is still this fleet's: the server may have come late, or have lost its data.
+
+        Raises StoreError.
+        """
+        try:
+            await agree(self.store, self.schema, self._keyring)
+        except Disagreement as error:
+            logger.error("nothing that is shared can be used here: %s", error)
 
     async def stop(self) -> None:
         if self.mirror is not None:
@@ -141,6 +158,7 @@ class Sharing:
         while True:
             await asyncio.sleep(SETTLE_SECONDS)
             try:
+                await self.backend.check()
                 await self.backend.epochs.settle()
                 await self._sweeper.sweep()
             except StoreError as error:

@@ -99,7 +99,7 @@ class LeasedStreams:
         streams = [stream for stream in self._streams.values() if stream.record is record]
         for stream in streams:
             del self._streams[stream.holder]
-        record.events_trusted = False
+        record.intakes, record.events_trusted = [], False
         for stream in streams:
             await self._end_change(stream)
         await self._hand_over(streams)
