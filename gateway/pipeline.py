@@ -1,19 +1,22 @@
 """The story of a request, each stage a line: `Pipeline.begin`.
 
-Decide first, without I/O; then act. From a complete body to a decision nothing is awaited, but for two things that
-cannot be had at once: a prompt with much new text is tokenized off the loop, and a model without a tokenizer of ours is
-tokenized by its worker. What is in flight is counted at the moment of decision, so a burst sees itself.
+Decide first, without I/O; then act. From a complete body to a decision nothing is awaited, but for three things that
+cannot be had at once: a prompt with much new text is tokenized off the loop, a model without a tokenizer of ours is
+tokenized by its worker, and a shared index without a loaded mirror is asked, within its budget. What is in flight is
+counted at the moment of decision, so a burst sees itself.
 """
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cachecore.blocks import EMPTY_CHAIN
 from cachecore.index.contract import NO_MATCH, Match
 from cachecore.prompts.contract import NamedPrompt, PromptError
+from cachecore.store import StoreError
+from gateway.edge.body import BodyMemory
 from gateway.edge.exchange import Ending
 from gateway.edge.http1 import HOP_BY_HOP, RequestHead, forwardable
 from gateway.edge.server import Inbound
@@ -24,15 +27,19 @@ from gateway.fleet.registry import Fleet
 from gateway.fleet.worker import ModelPool, Parity, WorkerRecord
 from gateway.prompts import Prompts
 from gateway.requests import Kind, Request, read_request, request_id_of
-from gateway.tenants import Tenants
+from gateway.tenants import Tenant, Tenants
 from gateway.usage import read_usage
 from gateway.views.metrics import GatewayMetrics
 from gateway.views.receipts import Receipts
 from policies import create as create_policy
-from policies.contract import Decision, Policy, Query, Receipt, Snapshot
+from policies.contract import Policy, Query, Receipt
 from policies.pricing import prefill_seconds
 
 logger = logging.getLogger("ropeway.pipeline")
+
+_FAILED = Parity.FAILED
+_OPENINGS_MAX = 64
+"""Workers that one head is written out for, until it is done anew."""
 
 # Not sent upstream: what belongs to this connection, what the gateway sets itself, and what is meant for it alone.
 # Answers come uncompressed, so that usage can be read off them.
@@ -51,17 +58,6 @@ class PipelineSettings(NamedTuple):
     policy: str
     policy_header_allowed: bool
     forward_kv_transfer_params: bool
-
-
-class Choice(NamedTuple):
-    """A decision together with what it was made from."""
-
-    worker: WorkerRecord
-    query: Query
-    decision: Decision
-    snapshot: Snapshot
-    policy: str
-    decision_us: float
 
 
 class Pipeline:
@@ -89,6 +85,7 @@ class Pipeline:
         self.clock = clock
         self._random = random or Random()
         self._policies: dict[str, Policy] = {settings.policy: create_policy(settings.policy)}
+        self._bodies = BodyMemory()
 
     @property
     def policy(self) -> Policy:
@@ -96,7 +93,7 @@ class Pipeline:
 
     # The story
 
-    def begin(self, inbound: Inbound) -> "Journey | Awaitable[Journey]":
+    def begin(self, inbound: Inbound) -> "Journey | Coroutine[Any, Any, Journey]":
         """Decide where a request goes. Raises ServiceError."""
         request = self._read(inbound)
         pool, adapter = self.fleet.pool(request.model)
@@ -112,12 +109,12 @@ class Pipeline:
     async def _begin_later(self, request: Request, pool: ModelPool, naming: Awaitable[NamedPrompt]) -> "Journey":
         named = await self._named(request, naming)
         matched = self._match(pool, request, named)
-        return self._embark(request, pool, named, await matched if isinstance(matched, Awaitable) else matched)
+        return self._embark(request, pool, named, await self._matched(matched))
 
     async def _match_later(
         self, request: Request, pool: ModelPool, named: NamedPrompt, matching: Awaitable[Match]
     ) -> "Journey":
-        return self._embark(request, pool, named, await matching)
+        return self._embark(request, pool, named, await self._matched(matching))
 
     async def explain(self, inbound: Inbound) -> Receipt:
         """The receipt of a request, which is sent nowhere and counted nowhere. Raises ServiceError."""
@@ -125,10 +122,8 @@ class Pipeline:
         pool, request.adapter = self.fleet.pool(request.model)
         named = self._name(request, pool)
         named = named if isinstance(named, NamedPrompt) else await self._named(request, named)
-        matched = self._match(pool, request, named)
-        matched = await matched if isinstance(matched, Awaitable) else matched
-        choice = self._choose(request, pool, named, matched, ())
-        return self._receipt(request, pool, choice)
+        matched = await self._matched(self._match(pool, request, named))
+        return self._choose(request, pool, named, matched, (), self.clock())
 
     # Stages
 
@@ -136,20 +131,33 @@ class Pipeline:
         return Kind.of(method, path) is not None
 
     def admit(self, head: RequestHead) -> None:
-        self.tenants.authenticate(head.get(b"authorization"))
+        self._tenant_of(head)
 
     def answer_headers(self, head: RequestHead | None) -> bytes:
         return b"x-request-id: %b\r\n" % request_id_of(head).encode()
 
-    def forwarded_headers(self, head: RequestHead) -> bytes:
-        """The client's header lines that travel upstream. An API key of ours does not."""
+    def upstream_opening(self, head: RequestHead, worker: WorkerRecord) -> bytes:
+        """A request to a worker up to its id, with the client's header lines that travel: all but a key of ours."""
         dropped = _DROPPED_FROM_REQUESTS if self.tenants.open else _DROPPED_FROM_REQUESTS | {b"authorization"}
-        return b"".join(b"%b: %b\r\n" % field for field in forwardable(head.headers, dropped))
+        forwarded = b"".join(b"%b: %b\r\n" % field for field in forwardable(head.headers, dropped))
+        opening = b"%b %b HTTP/1.1\r\nhost: %b\r\n%bx-request-id: "
+        opening %= (head.method, head.target, worker.authority, forwarded)
+        openings = head.notes.setdefault("openings", {})
+        if len(openings) >= _OPENINGS_MAX:
+            openings.clear()
+        openings[worker.url] = opening
+        return opening
+
+    def _tenant_of(self, head: RequestHead) -> Tenant:
+        tenant: Tenant | None = head.notes.get("tenant")
+        if tenant is None:
+            tenant = head.notes["tenant"] = self.tenants.authenticate(head.get(b"authorization"))
+        return tenant
 
     def _read(self, inbound: Inbound) -> Request:
-        tenant = self.tenants.authenticate(inbound.head.get(b"authorization"))
+        tenant = self._tenant_of(inbound.head)
         try:
-            return read_request(inbound, tenant, self.fleet)
+            return read_request(inbound, tenant, self.fleet, self._bodies)
         except ServiceError as error:
             self.metrics.refused(error.status)
             raise
@@ -176,6 +184,14 @@ class Pipeline:
             return NO_MATCH
         return self.knowledge.index.match(named.chain)
 
+    async def _matched(self, matching: Match | Awaitable[Match]) -> Match:
+        """What a shared index answers; nothing where it does not in time."""
+        try:
+            return matching if isinstance(matching, Match) else await matching
+        except StoreError:
+            self.metrics.failed_lookups += 1
+            return NO_MATCH
+
     def _choose(
         self,
         request: Request,
@@ -183,9 +199,10 @@ class Pipeline:
         named: NamedPrompt,
         match: Match,
         excluded: tuple[WorkerRecord, ...],
-    ) -> Choice:
+        now: float,
+    ) -> Receipt:
+        """The decision, and what it was made from."""
         started = time.perf_counter()
-        now = self.clock()
         policy = self._policy_of(request)
         candidates = self.fleet.candidates(pool, request.adapter, excluded)
         chain = EMPTY_CHAIN if request.skips_cache else named.chain
@@ -193,8 +210,19 @@ class Pipeline:
         snapshot = self.knowledge.snapshot(pool, candidates, match, chain, named.token_count, now, own_history_only)
         query = Query(named.token_count, request.output_tokens_max, request.session, request.priority)
         decision = policy.decide(query, snapshot, self._random)
-        worker = self.fleet.workers[decision.worker.name]
-        return Choice(worker, query, decision, snapshot, policy.name, (time.perf_counter() - started) * 1e6)
+        return Receipt(
+            request.id,
+            request.model,
+            policy.name,
+            query,
+            pool.block_size_tokens,
+            decision,
+            snapshot.workers,
+            time.time(),
+            (time.perf_counter() - started) * 1e6,
+            pool.renderer.name if pool.renderer else "remote",
+            request.tenant.id,
+        )
 
     def _policy_of(self, request: Request) -> Policy:
         name = request.policy
@@ -214,22 +242,6 @@ class Pipeline:
         journey = Journey(self, request, pool, named, match)
         journey.decide()
         return journey
-
-    def _receipt(self, request: Request, pool: ModelPool, choice: Choice) -> Receipt:
-        snapshot = choice.snapshot
-        return Receipt(
-            request.id,
-            request.model,
-            choice.policy,
-            choice.query,
-            pool.block_size_tokens,
-            choice.decision,
-            snapshot.workers,
-            time.time(),
-            choice.decision_us,
-            pool.renderer.name if pool.renderer else "remote",
-            request.tenant.id,
-        )
 
 
 class Journey:
@@ -268,59 +280,53 @@ class Journey:
     def decide(self) -> None:
         """Choose a worker, count the request there, and prepare what to send. Raises NoWorker."""
         pipeline, request, named = self._pipeline, self._request, self._named
-        choice = pipeline._choose(request, self._pool, named, self._match, self._excluded)
-        view, now = choice.decision.worker, choice.snapshot.now
-        self._worker = worker = choice.worker
-        self._started_at = now
-        self._receipt = pipeline._receipt(request, self._pool, choice)
         knowledge = pipeline.knowledge
-        uncached = named.token_count - view.matched_tokens
+        now = pipeline.clock()
+        receipt = self._receipt = pipeline._choose(request, self._pool, named, self._match, self._excluded, now)
+        self._started_at = now
+        decision, policy = receipt.decision, receipt.policy
+        view, seconds = decision.worker, decision.prefill_seconds
+        self._worker = worker = pipeline.fleet.workers[view.name]
+        if seconds is None:
+            seconds = prefill_seconds(receipt.query, view)
+        matched = view.matched_tokens
         knowledge.accounting.dispatch(
             request.upstream_id,
             view.name,
             view.rank,
             now,
             named.token_count,
-            prefill_seconds(choice.query, view),
+            seconds,
             request.output_tokens_max,
-            view.prefill.prior_seconds(uncached, view.matched_tokens, view.load.running_context_tokens),
+            view.prefill.prior_seconds(named.token_count - matched, matched, view.load.running_context_tokens),
             in_one_piece=not request.streams,
         )
-        if named.chain and worker.parity is not Parity.FAILED:
+        if named.chain and worker.parity is not _FAILED:
             key = (view.name, view.rank)
             if worker.events_trusted:
                 knowledge.predictions.predict(request.upstream_id, key, named.chain, now)
-            if not worker.events_trusted or choice.policy == "prefix-aware":
+            if not worker.events_trusted or policy == "prefix-aware":
                 knowledge.history.record(key, named.chain)
         worker.requests += 1
         self.connections = worker.connections
         self.request_parts = self._upstream_request(worker)
         self.answer_headers = (
             f"x-ropeway-worker: {worker.name}\r\nx-ropeway-matched-tokens: {view.confirmed_tokens}\r\n"
-            f"x-ropeway-policy: {choice.policy}\r\nx-request-id: {request.id}\r\n"
+            f"x-ropeway-policy: {policy}\r\nx-request-id: {request.id}\r\n"
         ).encode()
-        pipeline.receipts.add(self._receipt)
-        pipeline.metrics.routed(choice.policy, self._receipt)
+        pipeline.receipts.add(receipt)
+        pipeline.metrics.routed(policy, receipt)
 
     def _upstream_request(self, worker: WorkerRecord) -> list[bytes]:
-        request = self._request
-        pipeline = self._pipeline
+        pipeline, request = self._pipeline, self._request
         salt = pipeline.prompts.salt_json(request, self._pool)
         body = request.upstream_body(salt, pipeline.settings.forward_kv_transfer_params)
-        head = request.head
-        forwarded = head.notes.get("forwarded")
-        if forwarded is None:
-            forwarded = head.notes["forwarded"] = pipeline.forwarded_headers(head)
+        openings = request.head.notes.get("openings")
+        opening = openings.get(worker.url) if openings else None
+        if opening is None:
+            opening = pipeline.upstream_opening(request.head, worker)
         size = sum(map(len, body))
-        start = b"%b %b HTTP/1.1\r\nhost: %b\r\n%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
-            head.method,
-            head.target,
-            worker.authority,
-            forwarded,
-            request.upstream_id.encode(),
-            size,
-        )
-        return [start, *body]
+        return [b"%b%b\r\ncontent-length: %d\r\n\r\n" % (opening, request.upstream_id.encode(), size), *body]
 
     # exchange.Listener
 

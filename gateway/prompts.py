@@ -1,7 +1,6 @@
 """Naming prompts for the pipeline: which renderer, which key, which salt; now, off the loop, or at the worker."""
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -9,7 +8,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from cachecore.blocks import EMPTY_CHAIN
-from cachecore.prompts.contract import NamedPrompt, PromptError, Rendered, Renderer
+from cachecore.prompts.contract import NamedPrompt, PromptError
 from cachecore.prompts.naming import PromptNamer, Work
 from cachecore.scope import (
     CLIENT_SALT_BYTES_MAX,
@@ -24,23 +23,12 @@ from cachecore.scope import (
 )
 from gateway.errors import BadRequest
 from gateway.fleet.worker import ModelPool
-from gateway.requests import Kind, Request
+from gateway.requests import CHAT_KEYS, Kind, Request
 
 NAMINGS_MAX = 16_384
 CHARACTERS_PER_TOKEN = 4
 """For the load estimate of prompts that are not read."""
 
-# What a chat template can see of a request.
-_CHAT_KEYS = (
-    "messages",
-    "tools",
-    "documents",
-    "add_generation_prompt",
-    "continue_final_message",
-    "chat_template_kwargs",
-    "chat_template",
-    "reasoning_effort",
-)
 # Routes besides the named ones whose engines take a salt.
 _SALTED_PATHS = frozenset({"/v1/responses"})
 
@@ -59,7 +47,7 @@ class Prompts:
         self._keyring = keyring
         self._namer = namer
         self._long_prompt_characters = long_prompt_characters
-        self._namings: OrderedDict[tuple[str, int, str, str, str], SaltedNaming] = OrderedDict()
+        self._namings: dict[tuple[str, int, str, str, str], SaltedNaming] = {}
         self.tokenize_remotely: RemoteTokenizer | None = None
 
     def statistics(self) -> Mapping[str, Any]:
@@ -69,6 +57,8 @@ class Prompts:
 
     def salt_json(self, request: Request, pool: ModelPool) -> bytes | None:
         """The `cache_salt` to send, as JSON; None for routes whose engines take none."""
+        if request.salt_json is not None:
+            return request.salt_json
         if request.kind is Kind.OTHER and request.path not in _SALTED_PATHS:
             return None
         return self._salted(request, pool).salt_json
@@ -94,7 +84,6 @@ class Prompts:
         key = (pool.model, pool.generation, request.adapter, request.tenant.id, request.client_salt)
         salted = self._namings.get(key)
         if salted is not None:
-            self._namings.move_to_end(key)
             return salted
         if len(request.client_salt.encode()) > CLIENT_SALT_BYTES_MAX:
             raise BadRequest(f"'cache_salt' is longer than {CLIENT_SALT_BYTES_MAX} bytes.", param="cache_salt")
@@ -105,7 +94,8 @@ class Prompts:
         salted = SaltedNaming(naming, orjson.dumps(self._keyring.mint_salt(salt)))
         self._namings[key] = salted
         if len(self._namings) > NAMINGS_MAX:
-            self._namings.popitem(last=False)
+            # The oldest: if it matters it is soon back.
+            del self._namings[next(iter(self._namings))]
         return salted
 
     def _naming(self, pool: ModelPool, salt: Salt, adapter: str) -> Naming | None:
@@ -128,20 +118,16 @@ class Prompts:
         """The request's prompt, named. Raises PromptError, at once or when awaited."""
         if request.kind is Kind.OTHER or request.body is None:
             return _unread(request)
-        naming = self._salted(request, pool).naming
-        prompt = None if request.kind is Kind.CHAT else request.body.get("prompt")
+        naming, request.salt_json = self._salted(request, pool)
+        renderer = pool.renderer
+        if request.kind is Kind.CHAT and renderer is not None:
+            return self._finish(self._namer.look_up(renderer, naming, renderer.chat(request.values)))
+        prompt = None if request.kind is Kind.CHAT else request.values.get("prompt")
         if request.kind is Kind.COMPLETION and not isinstance(prompt, str):
             return self._name_listed(request, pool, naming, prompt)
-        if pool.renderer is None:
+        if renderer is None:
             return self._name_remotely(request, pool, naming, prompt)
-        if request.kind is Kind.CHAT:
-            rendered = pool.renderer.chat(request.body.select(_CHAT_KEYS))
-        else:
-            rendered = pool.renderer.text(str(prompt))
-        return self._named(pool.renderer, naming, rendered)
-
-    def _named(self, renderer: Renderer, naming: Naming, rendered: Rendered) -> NamedPrompt | Awaitable[NamedPrompt]:
-        return self._finish(self._namer.look_up(renderer, naming, rendered))
+        return self._finish(self._namer.look_up(renderer, naming, renderer.text(str(prompt))))
 
     def _finish(self, work: Work) -> NamedPrompt | Awaitable[NamedPrompt]:
         """Name what is left: at once, or in a thread where that would keep the loop from its other requests."""
@@ -188,7 +174,7 @@ class Prompts:
     ) -> NamedPrompt:
         """By a worker's own `/tokenize`; where that fails the prompt stays unnamed and is routed by load."""
         assert request.body is not None  # noqa: S101
-        question = {"prompt": prompt} if prompt is not None else request.body.select(_CHAT_KEYS)
+        question = {"prompt": prompt} if prompt is not None else request.body.select(CHAT_KEYS)
         token_ids = None
         if self.tokenize_remotely is not None:
             token_ids = await self.tokenize_remotely(pool, {"model": request.model, **question})

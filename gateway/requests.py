@@ -3,14 +3,13 @@
 import itertools
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Mapping
 from enum import Enum
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import orjson
 
-from gateway.edge.body import Body
+from gateway.edge.body import Body, BodyMemory
 from gateway.edge.http1 import RequestHead
 from gateway.edge.server import Inbound
 from gateway.errors import BadRequest
@@ -22,12 +21,11 @@ _MULTIPART_MODEL = re.compile(rb'[; ]name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\
 
 # Ids need only be unique: a number behind what this process drew once.
 _PROCESS_ID = os.urandom(4).hex()
+_OWN_ID = f"req-{_PROCESS_ID}"
 _numbers = itertools.count(1)
 
-_READ_KEYS = frozenset(
+_OPTION_KEYS = frozenset(
     {
-        "model",
-        "stream",
         "cache_salt",
         "priority",
         "max_completion_tokens",
@@ -38,6 +36,8 @@ _READ_KEYS = frozenset(
         "prompt_logprobs",
     }
 )
+_READ_KEYS = _OPTION_KEYS | {"model", "stream"}
+_SPLICED_KEYS = frozenset({"cache_salt", "kv_transfer_params", "request_id"})
 _KIND_NAMES: Mapping[type, str] = {str: "string", bool: "boolean"}
 Value = TypeVar("Value", str, bool)
 
@@ -69,6 +69,23 @@ class Kind(Enum):
 _NAMED = {"/v1/chat/completions": Kind.CHAT, "/v1/completions": Kind.COMPLETION}
 
 
+CHAT_KEYS = frozenset(
+    {
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template_kwargs",
+        "chat_template",
+        "reasoning_effort",
+    }
+)
+"""What a chat template can see of a request."""
+
+_KEYS_OF = {Kind.CHAT: _READ_KEYS | CHAT_KEYS, Kind.COMPLETION: _READ_KEYS | {"prompt"}}
+
+
 class ServedModels(Protocol):
     """Which models there are, for requests that do not say which they mean."""
 
@@ -77,36 +94,51 @@ class ServedModels(Protocol):
         ...
 
 
-@dataclass(slots=True)
 class Request:
-    id: str
-    """The client's own id, or ours; on every answer."""
-    upstream_id: str
-    """Unique among live requests: engines keep state under it."""
-    kind: Kind
-    path: str
-    head: RequestHead
-    data: bytes
-    body: Body | None
-    """None for bodies that are not JSON objects."""
-    tenant: Tenant
+    """A request as it is understood. Most have few options: what a request does not say is read off the class."""
+
     model: str
-    adapter: str = ""
-    session: str = ""
-    policy: str = ""
-    client_salt: str = ""
-    priority: int = 0
-    output_tokens_max: int = 0
-    prompts_count: int = 1
-    streams: bool = False
-    skips_cache: bool = False
+    adapter = ""
+    session = ""
+    policy = ""
+    client_salt = ""
+    priority = 0
+    output_tokens_max = 0
+    prompts_count = 1
+    streams = False
+    skips_cache = False
     """Engines do not read their prefix cache for it (prompt logprobs are asked for)."""
+    salt_json: bytes | None = None
+    """The salt that its prompt was named with."""
+    values: Mapping[str, Any] = {}
+    """What the body says under the keys that are read here, perhaps among others."""
+
+    def __init__(
+        self,
+        request_id: str,
+        upstream_id: str,
+        kind: Kind,
+        inbound: Inbound,
+        body: Body | None,
+        tenant: Tenant,
+    ) -> None:
+        self.id = request_id
+        """The client's own id, or ours; on every answer."""
+        self.upstream_id = upstream_id
+        """Unique among live requests: engines keep state under it."""
+        self.kind = kind
+        self.head, self.path, self.data, _ = inbound
+        self.body = body
+        """None for bodies that are not JSON objects."""
+        self.tenant = tenant
 
     def upstream_body(self, salt_json: bytes | None, forward_kv_transfer_params: bool) -> list[bytes]:
         """The body to send, in parts: as received but for the keys the gateway owns."""
         if self.body is None:
             return [self.data] if self.data else []
         body = self.body
+        if salt_json is not None and body.keys().isdisjoint(_SPLICED_KEYS):
+            return body.with_member(b'"cache_salt":' + salt_json)
         changes: dict[str, bytes | None] = {}
         if salt_json is not None:
             changes["cache_salt"] = salt_json
@@ -121,30 +153,37 @@ class _HeadFields(NamedTuple):
     """What a head alone says to the gateway."""
 
     kind: Kind
+    keys: Container[str] | None
+    """What is read of a body with a prompt; None where there is none."""
     client_id: str
     content_type: bytes
     policy: str
     session: str
 
 
-def read_request(inbound: Inbound, tenant: Tenant, models: ServedModels) -> Request:
+def read_request(inbound: Inbound, tenant: Tenant, models: ServedModels, memory: BodyMemory | None = None) -> Request:
     """Understand a request. Raises BadRequest."""
     head = inbound.head
     fields: _HeadFields | None = head.notes.get("fields")
     if fields is None:
         fields = head.notes["fields"] = _head_fields(head, inbound.path)
-    unique = f"{_PROCESS_ID}{next(_numbers):08x}"
-    request_id, upstream_id = f"req-{unique}", f"req-{unique}"
+    kind = fields.kind
+    request_id = upstream_id = f"{_OWN_ID}{next(_numbers):08x}"
     if fields.client_id:
-        request_id, upstream_id = fields.client_id, f"{fields.client_id}-{unique}"
-    body = _read_body(inbound, fields.kind, fields.content_type)
-    request = Request(
-        request_id, upstream_id, fields.kind, inbound.path, head, inbound.body, body, tenant, "", policy=fields.policy
-    )
+        request_id, upstream_id = fields.client_id, f"{fields.client_id}-{request_id[len('req-') :]}"
+    body = _read_body(inbound, kind, fields.content_type, memory, tenant.id)
+    request = Request(request_id, upstream_id, kind, inbound, body, tenant)
+    if fields.policy:
+        request.policy = fields.policy
     if body is None:
         request.model = _model_of_form(inbound.body, fields.content_type) or models.only_model()
     else:
-        _read_keys(request, body, models)
+        values = request.values = body.select(_READ_KEYS) if fields.keys is None else body.values(fields.keys)
+        _read_model(request, values.get("model"), models)
+        if values.get("stream") is not None:
+            request.streams = _typed(values["stream"], "stream", bool) or False
+        if not _OPTION_KEYS.isdisjoint(values):
+            _read_options(request, values)
     if fields.session:
         request.session = fields.session
     return request
@@ -152,8 +191,10 @@ def read_request(inbound: Inbound, tenant: Tenant, models: ServedModels) -> Requ
 
 def _head_fields(head: RequestHead, path: str) -> _HeadFields:
     fields = _gateway_fields(head)
+    kind = Kind.of(head.method.decode("latin-1"), path) or Kind.OTHER
     return _HeadFields(
-        Kind.of(head.method.decode("latin-1"), path) or Kind.OTHER,
+        kind,
+        _KEYS_OF.get(kind),
         _client_request_id(fields.get(b"x-request-id")),
         fields.get(b"content-type", b""),
         fields.get(b"x-ropeway-policy", b"").decode("latin-1"),
@@ -167,20 +208,15 @@ def request_id_of(head: RequestHead | None) -> str:
     return client_id or f"req-{_PROCESS_ID}{next(_numbers):08x}"
 
 
-def _read_keys(request: Request, body: Body, models: ServedModels) -> None:
-    values = body.select(_READ_KEYS)
-    model = values.get("model")
+def _read_model(request: Request, model: Any, models: ServedModels) -> None:
     if not model:
         if request.kind is not Kind.OTHER:
             raise BadRequest("you must provide a model parameter", param="model")
         model = models.only_model()
     request.model = _typed(model, "model", str) or ""
-    if len(values) > 1:
-        _read_options(request, values)
 
 
 def _read_options(request: Request, values: Mapping[str, Any]) -> None:
-    request.streams = _typed(values.get("stream"), "stream", bool) or False
     request.client_salt = _typed(values.get("cache_salt"), "cache_salt", str) or ""
     request.priority = _integer(values.get("priority"))
     request.output_tokens_max = _integer(values.get("max_completion_tokens")) or _integer(values.get("max_tokens"))
@@ -217,13 +253,15 @@ def _client_request_id(value: bytes | None) -> str:
     return value.decode("ascii") if value and _REQUEST_ID(value) else ""
 
 
-def _read_body(inbound: Inbound, kind: Kind, content_type: bytes) -> Body | None:
+def _read_body(
+    inbound: Inbound, kind: Kind, content_type: bytes, memory: BodyMemory | None, tenant: str
+) -> Body | None:
     if kind is Kind.OTHER and (not inbound.body or _is_form(content_type)):
         return None
     # Whatever it is labelled, a worker may read it as JSON: unread, it would carry keys past us that are ours to set.
     if not inbound.body:
         raise BadRequest("The request has no body.")
-    return Body(inbound.body)
+    return Body(inbound.body, memory, tenant)
 
 
 def _model_of_form(data: bytes, content_type: bytes) -> str:

@@ -8,7 +8,7 @@ import orjson
 # The object nests one level (token details); its strings hold no braces.
 # Where a worker cut the object into two chunks.
 _CHUNK_SEAM = re.compile(rb"\r\n[0-9A-Fa-f]+(?:;[^\r\n]*)?\r\n")
-_USAGE = re.compile(rb'"usage"[ \t\r\n]*:[ \t\r\n]*(\{(?:[^{}]|\{[^{}]*\})*\})')
+_USAGE = re.compile(rb'"usage"[ \t\r\n]*:[ \t\r\n]*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
 
 
 class Usage(NamedTuple):

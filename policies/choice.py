@@ -15,8 +15,11 @@ def least_loaded(workers: Sequence[WorkerView], random: Random) -> WorkerView:
 
 
 def fewest_requests(workers: Sequence[WorkerView], random: Random) -> WorkerView:
-    fewest = min([view.load.inflight for view in workers])
-    return random.choice([view for view in workers if view.load.inflight == fewest])
+    counts = [view.load.inflight for view in workers]
+    fewest = min(counts)
+    if counts.count(fewest) == 1:
+        return workers[counts.index(fewest)]
+    return random.choice([view for view, count in zip(workers, counts, strict=True) if count == fewest])
 
 
 def stickiest(session: str, workers: Sequence[WorkerView]) -> WorkerView:

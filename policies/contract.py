@@ -64,8 +64,10 @@ class PrefillEstimate(Protocol):
         ...
 
 
-class WorkerView(NamedTuple):
-    """One candidate, as the gateway knows it at this moment."""
+@dataclass(slots=True, eq=False)
+class WorkerView:
+    """One candidate, as the gateway knows it at this moment. Frozen by agreement, too, and told apart by identity: what
+    is read this often must be read fast."""
 
     name: str
     rank: int
@@ -121,6 +123,8 @@ class Decision:
     explanation: str | Callable[[], str]
     """Why, in words; a function where putting it into words costs more than deciding did."""
     predicted_ttft_ms: float | None = None
+    prefill_seconds: float | None = None
+    """Expected prefill there (`policies.pricing.prefill_seconds`), where the policy looked at it."""
     waits_seconds: Sequence[float] = ()
     """Predicted wait of each candidate, where the policy looked at it: the live records move on."""
     costs: Sequence[float] = ()
@@ -139,7 +143,7 @@ class Policy(Protocol):
         ...
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Receipt:
     """The explanation a decision leaves: what was known, what was chosen, what it was expected to cost."""
 
@@ -152,7 +156,7 @@ class Receipt:
     snapshot_workers: Sequence[WorkerView]
     decided_at: float
     """Wall-clock seconds."""
-    decision_us: float = 0.0
+    decision_us: float
     renderer: str = ""
     tenant: str = ""
     seen_ttft_ms: float | None = None

@@ -38,6 +38,9 @@ _DRIFT_VARIANCE = 0.0005
 _SURPRISE_VARIANCE = 0.05
 _UNSEEN_ROUNDS = 16
 """Observations of a fleet after each of which workers never seen are told what their peers are like."""
+_ANSWERS_TAKEN = 64
+_ANSWERS_STRIDE = 4
+"""Of whole answers beyond the first, every so many are taken: they are weak evidence, and come with every request."""
 _SCALE_VARIANCE = 0.5
 """Of the guess that prefill is off by as much as a whole answer is: engines differ in the ratio of the two."""
 
@@ -282,6 +285,7 @@ class FleetEstimates:
         self._seen: set[WorkerKey] = set()
         self._since_sweep = 0
         self._unseen_rounds = 0
+        self._answers = 0
         self._scale = Calibration()
 
     def prefill(self, key: WorkerKey) -> PrefillModel:
@@ -313,8 +317,11 @@ class FleetEstimates:
         """What `InflightAccounting.finish` returned: prefill and decode in one duration.
 
         Prefill is likely to be off by as much as both together. That is a guess about the whole fleet, and goes for
-        workers of which no first token was ever seen.
+        workers of which no first token was ever seen. Once there have been some, a part of them will do.
         """
+        self._answers += 1
+        if self._answers > _ANSWERS_TAKEN and self._answers % _ANSWERS_STRIDE:
+            return
         if self.prefill((sample.worker, sample.rank)).calibration.observations:
             return
         prior, decode = sample.prior_seconds, self._decode_prior

@@ -45,7 +45,7 @@ class KvAware:
         best = _pick(query, workers, costs, random)
         ttft = waits[best] + works[best]
         explain = partial(_explain, query, workers, costs, waits, works, best)
-        return Decision(workers[best], explain, ttft * 1e3, waits, costs)
+        return Decision(workers[best], explain, ttft * 1e3, works[best], waits, costs)
 
 
 def _pick(query: Query, workers: Sequence[WorkerView], costs: Sequence[float], random: Random) -> int:
@@ -54,12 +54,10 @@ def _pick(query: Query, workers: Sequence[WorkerView], costs: Sequence[float], r
     best = costs.index(least)
     limit = least * (1.0 + TIE_SHARE) + TIE_SECONDS
     matched = workers[best].matched_tokens
-    equals = [index for index, cost in enumerate(costs) if cost <= limit and workers[index].matched_tokens >= matched]
-    if len(equals) == 1:
+    tied = [view for view, cost in zip(workers, costs, strict=True) if cost <= limit and view.matched_tokens >= matched]
+    if len(tied) == 1:
         return best
-    tied = [workers[index] for index in equals]
-    chosen = stickiest(query.session, tied) if query.session else fewest_requests(tied, random)
-    return equals[tied.index(chosen)]
+    return workers.index(stickiest(query.session, tied) if query.session else fewest_requests(tied, random))
 
 
 def _explain(

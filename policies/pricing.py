@@ -29,20 +29,19 @@ look like half recomputed, and a history that is right loses 6 points of its hit
 CROWDING_SLACK_REQUESTS = 1.0
 """Keeps the ratio finite where a worker was given nothing yet: it is then as if it had been given one request."""
 
-_EXACT, _PREDICTED, _HISTORY = Evidence.EXACT, Evidence.PREDICTED, Evidence.HISTORY
+_EXACT = Evidence.EXACT
+_CREDITS = {
+    Evidence.EXACT: 1.0,
+    Evidence.PREDICTED: PREDICTED_CREDIT,
+    Evidence.HISTORY: HISTORY_CREDIT,
+    Evidence.NONE: 0.0,
+}
 
 
 def credited_tokens(view: WorkerView) -> int:
     """Matched tokens to count on: confirmed ones in full, of the rest a share that depends on the evidence."""
-    evidence, matched = view.evidence, view.matched_tokens
-    if evidence is _EXACT:
-        return matched
     confirmed = view.confirmed_tokens
-    if evidence is _PREDICTED:
-        return confirmed + int(PREDICTED_CREDIT * (matched - confirmed))
-    if evidence is _HISTORY:
-        return confirmed + int(HISTORY_CREDIT * (matched - confirmed))
-    return confirmed
+    return confirmed + int(_CREDITS[view.evidence] * (view.matched_tokens - confirmed))
 
 
 def prefill_seconds(query: Query, view: WorkerView) -> float:
@@ -54,10 +53,12 @@ def prefill_seconds(query: Query, view: WorkerView) -> float:
 
 
 def prefill_seconds_each(query: Query, workers: Sequence[WorkerView]) -> list[float]:
-    """`prefill_seconds` of every candidate; the inner loop of a decision, so exact evidence takes no call."""
+    """`prefill_seconds` of every candidate; the inner loop of a decision, so what is certain takes no call."""
     prompt_tokens, seconds = query.prompt_tokens, []
     for view in workers:
-        cached = view.matched_tokens if view.evidence is _EXACT else credited_tokens(view)
+        cached = view.matched_tokens
+        if cached and view.evidence is not _EXACT:
+            cached = credited_tokens(view)
         seconds.append(view.prefill.prefill_seconds(prompt_tokens - cached, cached, view.load.running_context_tokens))
     return seconds
 
@@ -93,11 +94,13 @@ def crowding_each(workers: Sequence[WorkerView], rates: FleetRates) -> list[floa
     nothing to do is not crowded, and a lone conversation stays where it began.
     """
     slack = CROWDING_SLACK_REQUESTS * rates.placed_unit
-    loads = [view.load for view in workers]
-    base = slack + min([load.placed for load in loads])
-    most = [1.0 + load.inflight for load in loads]
-    ratios = [(slack + load.placed) / base for load in loads]
-    return [ratio if ratio < limit else limit for ratio, limit in zip(ratios, most, strict=True)]
+    base = slack + min([view.load.placed for view in workers])
+    ratios: list[float] = []
+    for view in workers:
+        load = view.load
+        ratio, most = (slack + load.placed) / base, 1.0 + load.inflight
+        ratios.append(ratio if ratio < most else most)
+    return ratios
 
 
 def slot_price(workers: Sequence[WorkerView]) -> float:
@@ -110,7 +113,7 @@ def slot_price(workers: Sequence[WorkerView]) -> float:
     little prefill there is. Workers of unknown capacity are left out.
     """
     known = [view for view in workers if view.capacity_requests]
-    taken = sum([view.load.inflight for view in known])
+    taken = sum([view.load.inflight for view in known]) if known else 0
     if not taken:
         return 0.0
     slots = sum([view.capacity_requests for view in known])

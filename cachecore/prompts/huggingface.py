@@ -113,7 +113,7 @@ class HuggingFaceRenderer:
             return Rendered(segments)
         return Rendered(_leading(segments, certain), complete=False)
 
-    def _learn_shape(self, request: Mapping[str, Any], shape: Shape, texts: list[str]) -> None:
+    def _learn_shape(self, request: Mapping[str, Any], shape: Shape, texts: Sequence[str]) -> None:
         """Find out about a shape the second time it is met: many never are."""
         if shape in self._cutters or not is_small(shape):
             return

@@ -58,7 +58,7 @@ class _Node:
 
     __slots__ = ("chain", "children", "key", "met_again", "name", "parent", "size_bytes", "tail", "token_count")
 
-    def __init__(self, key: Hashable, token_count: int, chain: Chain, tail: bytes, name: PrefixHash) -> None:
+    def __init__(self, key: Hashable, token_count: int, chain: bytes, tail: bytes, name: PrefixHash) -> None:
         self.key = key
         """The segment's text; for the beginning that has no segment yet, what tells its root from others."""
         self.token_count = token_count
@@ -101,7 +101,7 @@ class Work:
     """The deepest known beginning."""
     start: _Node
     """Where to go on from: `node`, or an unknown root."""
-    chains: list[Chain]
+    chains: list[bytes]
     missing: Sequence[str]
     last_is_short: bool
     """The last missing segment gets no node."""
@@ -118,11 +118,12 @@ class Work:
         start, missing, hasher = self.start, self.missing, self.naming.hasher
         if not missing:
             return NamedPrompt(start.token_count, Chain(b"".join(self.chains)), self.complete)
-        tokens = [*map(self.encoder.encode, missing if self.last_tokens is None else missing[:-1])]
         if self.last_tokens is not None:
-            tokens.append(self.last_tokens)
-        elif self.last_is_short:
-            self.new_last_tokens = tokens[-1]
+            tokens = [*map(self.encoder.encode, missing[:-1]), self.last_tokens]
+        else:
+            tokens = [*map(self.encoder.encode, missing)]
+            if self.last_is_short:
+                self.new_last_tokens = tokens[-1]
         data = b"".join((start.tail, *(tokens if _LITTLE_ENDIAN else map(pack_tokens, tokens))))
         if len(data) <= _BYTES_PER_YIELD or max(map(len, tokens)) * TOKEN_BYTES <= _BYTES_PER_YIELD:
             chain = hasher.chain(start.name, data)
@@ -132,13 +133,14 @@ class Work:
         count = start.token_count + (len(data) - len(start.tail)) // TOKEN_BYTES
         return NamedPrompt(count, Chain(b"".join((*self.chains, chain))), self.complete)
 
-    def _add_nodes(self, tokens: "list[array[int]]", data: bytes, chain: Chain) -> None:
+    def _add_nodes(self, tokens: "list[array[int]]", data: bytes, chain: bytes) -> None:
         """Cut what was computed for all segments at their ends."""
         block_bytes = self.naming.hasher.block_bytes
         token_count, name, end = self.start.token_count, self.start.name, len(self.start.tail)
         names_end = 0
-        segments = self.missing[:-1] if self.last_is_short else self.missing
-        for segment, segment_tokens in zip(segments, tokens, strict=False):
+        for segment, segment_tokens in zip(
+            self.missing[:-1] if self.last_is_short else self.missing, tokens, strict=False
+        ):
             count = len(segment_tokens)
             token_count += count
             end += count * TOKEN_BYTES
@@ -146,8 +148,9 @@ class Work:
             names_start, names_end = names_end, blocks * HASH_BYTES
             if names_end > names_start:
                 name = PrefixHash(chain[names_end - HASH_BYTES : names_end])
-            tail = data[blocks * block_bytes : end]
-            self.nodes.append(_Node(segment, token_count, Chain(chain[names_start:names_end]), tail, name))
+            self.nodes.append(
+                _Node(segment, token_count, chain[names_start:names_end], data[blocks * block_bytes : end], name)
+            )
 
 
 class PromptNamer:
@@ -197,7 +200,7 @@ class PromptNamer:
         """Walk down as far as the prompt is known."""
         root_key = (naming.root, encoder.fingerprint)
         node = self._top.children.get(root_key)
-        chains: list[Chain] = []
+        chains: list[bytes] = []
         missing = rendered.segments
         if node is None:
             node, start = self._top, _Node(root_key, 0, EMPTY_CHAIN, b"", naming.root)
@@ -232,16 +235,20 @@ class PromptNamer:
         if self._tree_bytes > self._tree_bytes_max:
             self._make_room()
 
-    def _descend(self, node: _Node, segments: Sequence[str], chains: list[Chain]) -> _Node:
+    def _descend(self, node: _Node, segments: Sequence[str], chains: list[bytes]) -> _Node:
         """The deepest node on the path of `segments`; `chains` gains what the path's nodes hold."""
+        beginning = node
         for segment in segments:
             child = node.children.get(segment)
             if child is None:
                 break
             node = child
             chains.append(node.chain)
-            if not node.met_again:
-                self._keep(node)
+        met: _Node | None = node
+        # What was met again has been reached through nodes that were.
+        while met is not None and met is not beginning and not met.met_again:
+            self._keep(met)
+            met = met.parent
         if not node.children and node.met_again:
             self._kept_leaves.move_to_end(node)
         self.counters.hits += len(chains)

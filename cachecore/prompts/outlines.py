@@ -6,6 +6,7 @@ their texts in between. Requests with tools, documents, images or more to a mess
 """
 
 from collections.abc import Hashable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 SHAPE_MESSAGES_MAX = 512
@@ -14,6 +15,10 @@ SHAPE_CHARACTERS_MAX = 16_384
 
 _VARIABLES = ("add_generation_prompt", "continue_final_message", "reasoning_effort")
 _UNSHAPED = ("tools", "documents", "chat_template")
+_TEMPLATE_KEYS = frozenset((*_VARIABLES, *_UNSHAPED, "chat_template_kwargs"))
+_ROLE_AND_CONTENT = itemgetter("role", "content")
+_STRINGS = frozenset((str,))
+_TWO = frozenset((2,))
 _SCALARS = frozenset((str, bool, int, type(None)))
 
 Shape = tuple[Hashable, ...]
@@ -41,26 +46,26 @@ class Outline(NamedTuple):
         return "".join([part for pair in pairs for part in pair])
 
 
-def read_shape(request: Mapping[str, Any]) -> tuple[Shape, list[str]] | None:
+def read_shape(request: Mapping[str, Any]) -> tuple[Shape, Sequence[str]] | None:
     """The shape of a chat request and the texts of its messages; None for a request that has no shape.
 
-    Says nothing about whether the request is well-formed, except that every message is a role and a text.
+    Says nothing about whether the request is well-formed, except that every message is a role and a text. Long
+    conversations are read in a few calls, whatever their number of messages.
     """
     variables: Hashable = None
-    if len(request) > 1 and (variables := _read_variables(request)) is None:
+    if not _TEMPLATE_KEYS.isdisjoint(request) and (variables := _read_variables(request)) is None:
         return None
-    shape: list[Hashable] = [variables]
-    texts: list[str] = []
     try:
-        for message in request["messages"]:
-            role, text = message["role"], message["content"]
-            if len(message) != 2 or type(role) is not str or type(text) is not str or not text:
-                return None
-            shape.append(role)
-            texts.append(text)
-    except (KeyError, TypeError):
+        messages = request["messages"]
+        # No messages at all: a ValueError, too.
+        roles, texts = zip(*map(_ROLE_AND_CONTENT, messages), strict=True)
+        if not _TWO.issuperset(map(len, messages)):
+            return None
+    except (KeyError, TypeError, ValueError):
         return None
-    return tuple(shape), texts
+    if not (_STRINGS.issuperset(map(type, roles)) and _STRINGS.issuperset(map(type, texts)) and all(texts)):
+        return None
+    return (variables, *roles), texts
 
 
 def is_small(shape: Shape) -> bool:

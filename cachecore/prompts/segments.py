@@ -17,6 +17,7 @@ only be searched for markers of their own. `Cutter` then finds the segments that
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from operator import ge
 from typing import NamedTuple
 
 from tokenizers import Tokenizer
@@ -31,6 +32,7 @@ CUT_CHARACTERS_MAX = 2**25
 """Of long texts in a prompt that is cut by its outline; a longer one goes the way that knows what is too long."""
 INTERNED_CHARACTERS_MIN = 1024
 INTERNED_CHARACTERS_MAX = 8 * 2**20
+_LONG_TEXTS_MAX = 32
 _INTERNED_HEAD_CHARACTERS = 64
 _INTERNED_PER_HEAD_MAX = 8
 
@@ -221,21 +223,58 @@ class Cut(NamedTuple):
 
 
 class Cutter:
-    """Cuts the prompts of one outline, without looking at more than their texts."""
+    """Cuts the prompts of one outline, without looking at more than their texts.
+
+    In most templates a marker follows right after each text, so nearly every text ends a segment. Then all are cut at
+    once, in a few calls whatever their number, and only what is long or short is looked at by itself.
+    """
 
     def __init__(self, segmenter: Segmenter, outline: Outline) -> None:
         self._outline = outline
         first, *literals = outline.literals
-        *self._segments, self._rest = segmenter.split(first) or [""]
+        *self._segments, opening = segmenter.split(first) or [""]
         self._literals = [(literal, segmenter.cuts(literal)) for literal in literals]
         self._in_order = outline.slots == tuple(Slot(index, False) for index in range(outline.slots[-1].message + 1))
         self._size_max = CUT_CHARACTERS_MAX // len(literals)
         self._head, self._search, self._join = segmenter.head, segmenter.search, segmenter.join
+        first_cuts = [cuts[0] for _, cuts in self._literals if cuts]
+        self._regular = len(first_cuts) == len(literals) and not any(cut.end or cut.segments for cut in first_cuts)
+        """Whether each text can end a segment, and nothing else does."""
+        self._befores = [opening, *[cut.rest for cut in first_cuts]]
+        self._leasts = [cut.least for cut in first_cuts]
 
     def split(self, texts: Sequence[str]) -> list[str] | None:
         """The segments of a prompt with these texts; None where they may hold markers themselves."""
-        values = texts if self._in_order else self._outline.values(texts)
-        segments, before = self._segments.copy(), self._rest
+        values = [*texts] if self._in_order else self._outline.values(texts)
+        if self._regular and self._head:
+            segments = self._split_regular(values)
+            if segments is not None:
+                return segments
+        return self._split_each(values)
+
+    def _split_regular(self, values: list[str]) -> list[str] | None:
+        """As `split`; None where that must look at each text."""
+        befores, values = self._befores, values.copy()
+        sizes = [*map(len, values)]
+        joined: list[tuple[int, str]] = []
+        while (size := max(sizes)) >= INTERNED_CHARACTERS_MIN:
+            index = sizes.index(size)
+            segment = self._join(befores[index], values[index], "") if size <= self._size_max else None
+            if segment is None or len(joined) >= _LONG_TEXTS_MAX:
+                return None
+            joined.append((index, segment))
+            values[index], sizes[index] = "", 0
+        if self._head in "\n".join(values):
+            return None
+        segments: list[str] = [before + value for before, value in zip(befores, values, strict=False)]
+        for index, segment in joined:
+            segments[index] = segment
+        if not all(map(ge, map(len, segments), self._leasts)):
+            return None
+        return [*self._segments, *segments, befores[-1]]
+
+    def _split_each(self, values: Sequence[str]) -> list[str] | None:
+        segments, before = self._segments.copy(), self._befores[0]
         head, size_max = self._head, self._size_max
         for value, (literal, cuts) in zip(values, self._literals, strict=False):
             size = len(value)

@@ -6,19 +6,22 @@ a key that occurs twice, or is spelled with escapes (`"mod\\u0065l"`). So the to
 its structure accounted for:
 
 * msgspec splits the body into {key: raw value}; it validates the JSON and costs about 0.6 ns a byte;
-* `_spans` then walks the top level: after each value there must be a comma and the next key, spelled plainly, or the
-  closing brace. A repeated key leaves bytes that the walk does not expect; an escaped one is not found where it should
-  be. Both end in the slow path, which says what is wrong, or accepts a body that is odd but unambiguous.
+* `_plain_spans` then walks the top level: after each value there must be a comma and the next key, spelled plainly, or
+  the closing brace. A repeated key leaves bytes that the walk does not expect; an escaped one is not found where it
+  should be. Both end in the slow path, which says what is wrong, or accepts a body that is odd but unambiguous;
+* clients write all their bodies alike. What a walk found around the values (`Layouts`) is remembered: filled with the
+  values of another body, it is that body, or the body is walked.
 """
 
 import json
 import re
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, KeysView, Mapping
 from typing import Any
 
 import msgspec
 import orjson
 
+from gateway.edge.beginnings import BODY_BYTES_MIN, NEW_BYTES_MIN, NEW_MESSAGES_MIN, Beginning, Beginnings
 from gateway.errors import BadRequest, DuplicateKey
 
 CONTROL_KEYS = frozenset(
@@ -59,62 +62,147 @@ _next_mark = re.compile(rb"[ \t\r\n]*([,}])").match
 Span = tuple[int, int, int]
 """(start of the key, start of the value, end of the value), in bytes of the body."""
 
+LAYOUTS_MAX = 256
+LAYOUT_BYTES_MAX = 1024
+
+
+class Layouts:
+    """How bodies are written around their values: a format of `%`, by their keys in order."""
+
+    def __init__(self) -> None:
+        self._formats: dict[tuple[str, ...], bytes] = {}
+
+    def fits(self, data: bytes, raw: Mapping[str, msgspec.Raw]) -> bool:
+        """Whether the body is written as one before it: then its keys occur once, and are spelled plainly."""
+        layout = self._formats.get(tuple(raw))
+        return layout is not None and layout % tuple(raw.values()) == data
+
+    def learn(self, data: bytes, spans: Mapping[str, Span]) -> None:
+        """Remember a body whose keys were found to be plain, and all of it to be accounted for."""
+        pieces: list[bytes] = []
+        position = 0
+        for _, start, end in spans.values():
+            pieces.append(data[position:start].replace(b"%", b"%%"))
+            position = end
+        layout = b"%b".join([*pieces, data[position:].replace(b"%", b"%%")])
+        if len(layout) <= LAYOUT_BYTES_MAX:
+            if len(self._formats) >= LAYOUTS_MAX:
+                self._formats.clear()
+            self._formats[tuple(spans)] = layout
+
+
+class BodyMemory:
+    """What bodies had in common so far, for those to come."""
+
+    def __init__(self) -> None:
+        self.layouts = Layouts()
+        self.beginnings = Beginnings()
+
 
 class Body:
     """One request body: its bytes, and where each top-level key stands. Raises BadRequest from the constructor."""
 
-    __slots__ = ("_raw", "_spans", "data")
+    __slots__ = ("_known", "_memory", "_raw", "_spans", "_tenant", "_text", "data")
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes, memory: "BodyMemory | None" = None, tenant: str = "") -> None:
         self.data = data
+        self._memory = memory
+        self._tenant = tenant
+        self._known: Beginning | None = None
+        """What the body begins with; then `_text` and all that is read off it have a stand-in for that."""
+        self._spans: dict[str, Span] | None = None
+        if memory is not None and len(data) >= BODY_BYTES_MIN:
+            self._known = memory.beginnings.find(tenant, data)
+        self._text = data if self._known is None else self._known.stand_in + data[len(self._known.data) :]
         try:
-            if not data.isascii():
-                # The decoder checks no string that it does not read; every engine will.
-                data.decode()
-            self._raw = _decode_top_level(data)
-            spans = _plain_spans(data, self._raw)
-            self._spans = spans if spans is not None else _odd_spans(data, self._raw)
+            self._parse(self._text, memory.layouts if memory is not None else None)
         except (msgspec.DecodeError, RecursionError) as error:
             raise BadRequest(f"The request body is not a valid JSON object: {error}.") from None
         except UnicodeDecodeError:
             raise BadRequest("The request body is not valid UTF-8.") from None
 
+    def _parse(self, text: bytes, layouts: Layouts | None) -> None:
+        if not text.isascii():
+            # The decoder checks no string that it does not read; every engine will.
+            text.decode()
+        self._raw = raw = _decode_top_level(text)
+        if layouts is not None and layouts.fits(text, raw):
+            return
+        self._spans = _plain_spans(text, raw)
+        if self._spans is None:
+            self._spans = _odd_spans(text, raw)
+        elif layouts is not None:
+            layouts.learn(text, self._spans)
+
     def __contains__(self, key: str) -> bool:
         return key in self._raw
 
-    def keys(self) -> Iterable[str]:
+    def keys(self) -> KeysView[str]:
         return self._raw.keys()
 
     def get(self, key: str) -> Any:
         """The value of a top-level key, or None."""
-        raw = self._raw.get(key)
-        return None if raw is None else _read(key, raw)
+        return self.select((key,)).get(key)
 
     def select(self, keys: Container[str]) -> dict[str, Any]:
         """The values of those of the given keys that are there."""
+        if self._known is not None:
+            return Body(self.data).select(keys)
         return {key: _read(key, raw) for key, raw in self._raw.items() if key in keys}
+
+    def values(self, keys: Container[str]) -> dict[str, Any]:
+        """As `select`, with whatever else is there: the whole is read faster than several of its parts."""
+        try:
+            values: dict[str, Any] = orjson.loads(self._text)
+        except orjson.JSONDecodeError:
+            # What is not asked for may be odd.
+            return self.select(keys)
+        if self._known is not None:
+            values["messages"][:1] = self._known.messages
+        if self._memory is not None and len(self.data) >= BODY_BYTES_MIN:
+            self._learn_beginning(self._memory.beginnings, values.get("messages"))
+        return values
+
+    def _learn_beginning(self, beginnings: Beginnings, messages: Any) -> None:
+        if not isinstance(messages, list):
+            return
+        new = len(messages) - (len(self._known.messages) if self._known is not None else 0)
+        if new < 2 or (new < NEW_MESSAGES_MIN and len(self._text) < NEW_BYTES_MIN):
+            return
+        spans = self._spans
+        if spans is None:
+            spans = self._spans = _plain_spans(self._text, self._raw)
+        if spans is not None:
+            raw = bytes(self._raw["messages"])
+            beginnings.learn(self._tenant, self.data, spans["messages"][1], raw, self._known, messages)
 
     def spliced(self, changes: Mapping[str, bytes | None]) -> list[bytes]:
         """The body with top-level keys set to new raw JSON values, or taken out (None); the rest as received."""
+        if self._known is not None:
+            return Body(self.data).spliced(changes)
         data, spans = self.data, self._spans
-        if len(changes) == 1 and spans:
-            # The common case: one key, the salt, that the client did not send.
-            [(key, value)] = changes.items()
-            if value is not None and key not in spans:
-                brace = data.index(b"{") + 1
-                return [data[:brace], b'"%b":%b,' % (key.encode(), value), data[brace:]]
+        if spans is None:
+            spans = self._spans = _plain_spans(data, self._raw) or {}
         added = [b'"%b":%b' % (key.encode(), value) for key, value in changes.items() if value and key not in spans]
         if any(changes[key] is None for key in changes.keys() & spans.keys()):
-            return self._rebuilt(changes, added)
+            return self._rebuilt(spans, changes, added)
         brace = data.index(b"{") + 1
         edits = [(brace, brace, b",".join(added) + (b"," if spans else b""))] if added else []
         edits += [(spans[key][1], spans[key][2], value) for key, value in changes.items() if value and key in spans]
         return _apply(data, edits)
 
-    def _rebuilt(self, changes: Mapping[str, bytes | None], members: list[bytes]) -> list[bytes]:
+    def with_member(self, member: bytes) -> list[bytes]:
+        """The body with one more member (`"key":value`), in front of its others."""
+        data = self.data
+        brace = data.index(b"{") + 1
+        return [data[:brace], member + b"," if self._raw else member, data[brace:]]
+
+    def _rebuilt(
+        self, spans: Mapping[str, Span], changes: Mapping[str, bytes | None], members: list[bytes]
+    ) -> list[bytes]:
         """As `spliced`, where a key goes: the members that stay, joined anew. Only white space between them changes."""
         data = self.data
-        for key, (key_start, value_start, value_end) in self._spans.items():
+        for key, (key_start, value_start, value_end) in spans.items():
             replacement = changes.get(key)
             if replacement is not None:
                 members.append(data[key_start:value_start] + replacement)

@@ -133,8 +133,7 @@ class Exchange:
         self._connection: UpstreamConnection | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._head: ResponseHead | None = None
-        self._attempts = 0
-        self._body_bytes = 0
+        self._attempts = self._body_bytes = 0
         self._previous_chunk = self._last_chunk = b""
         self._flowing = False
         """The head and the first bytes of the body are out, and the rest is passed on as it is."""

@@ -176,35 +176,37 @@ class HeadReader(Generic[Head]):
     a comparison or two, and what was derived from it (`notes`) holds as well.
     """
 
-    __slots__ = ("_after", "_before", "_head", "_parse")
+    __slots__ = ("_after", "_before", "_data", "_head", "_parse")
     _parse: Callable[[bytes], Head]
 
     def __init__(self, parse: Callable[[bytes], Head]) -> None:
         self._parse = parse
         self._head: Head | None = None
+        self._data: bytes | None = None
+        """The last head."""
         self._before = b""
-        """The last head up to its Content-Length; all of it where it has none."""
+        """What stood before the digits of its Content-Length, and after them; None where nothing may vary."""
         self._after: bytes | None = None
 
     def read(self, data: bytes) -> Head:
         """As `parse`."""
         head = self._head
         if head is not None:
+            if data == self._data:
+                return head
             before, after = self._before, self._after
-            if after is None:
-                if data == before:
-                    return head
-            elif data.startswith(before) and data.endswith(after):
+            if after is not None and data.startswith(before) and data.endswith(after):
                 digits = data[len(before) : len(data) - len(after)]
                 if _DIGITS(digits):
-                    return head.with_length(int(digits))
+                    self._data = data
+                    head = self._head = head.with_length(int(digits))
+                    return head
         head = self._head = self._parse(data)
+        self._data, self._after = data, None
         lines = list(_LENGTH_LINE.finditer(data))
+        # Of two such lines, digits that change in one could contradict the other.
         if len(lines) == 1 and head.length >= 0:
             self._before, self._after = data[: lines[0].start(1)], data[lines[0].end(1) :]
-        else:
-            # Of two such lines, digits that change in one could contradict the other.
-            self._before, self._after = data, None
         return head
 
 

@@ -18,8 +18,9 @@ import logging
 import re
 import socket
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from enum import Enum, auto
+from types import CoroutineType
 from typing import Any, NamedTuple, Protocol, cast
 from urllib.parse import unquote
 
@@ -67,11 +68,11 @@ class Handler(Protocol):
         ...
 
     def admit(self, head: RequestHead) -> None:
-        """Refuse a request on its head alone. Raises ServiceError."""
+        """Refuse a request on its head alone. Raises ServiceError. Equal heads of one connection are admitted once."""
         ...
 
-    def begin(self, inbound: Inbound) -> Listener | Awaitable[Listener]:
-        """Decide. Raises ServiceError; an awaitable may raise it too."""
+    def begin(self, inbound: Inbound) -> "Listener | Coroutine[Any, Any, Listener]":
+        """Decide. Raises ServiceError; a coroutine may raise it too."""
         ...
 
     def answer_headers(self, head: RequestHead | None) -> bytes:
@@ -176,6 +177,9 @@ class EdgeProtocol(asyncio.Protocol):
         self._heads = HeadReader(parse_request_head)
         self._head: RequestHead | None = None
         self._path = ""
+        self._deadlines = edge.deadlines
+        self._header_bytes_max = edge.limits.header_bytes_max
+        self._body_bytes_max = edge.limits.body_bytes_max
         self._end: BodyEnd | None = None
         self._parts: list[bytes] = []
         self._received_bytes = 0
@@ -231,17 +235,20 @@ class EdgeProtocol(asyncio.Protocol):
         return self._state is State.INNER and self._end is not None and self._end.done
 
     def data_received(self, data: bytes) -> None:
-        if self._state is State.READING:
+        state = self._state
+        if state is State.READING:
             self._receive_body(data)
-        elif self._state is State.INNER and self._end is not None and not self._end.done:
+        elif state is State.INNER and self._end is not None and not self._end.done:
             self._feed_inner(data)
-        elif self._state is not State.DRAINING:
-            if self._state is State.IDLE and not self._buffer:
-                self._since = self._edge.deadlines.now
-            self._buffer = self._buffer + data if self._buffer else data
-            if self._state is State.IDLE:
+        elif state is not State.DRAINING:
+            if self._buffer:
+                data = self._buffer + data
+            elif state is State.IDLE:
+                self._since = self._deadlines.now
+            self._buffer = data
+            if state is State.IDLE:
                 self._next_message()
-            if len(self._buffer) > self._edge.limits.header_bytes_max:
+            if len(self._buffer) > self._header_bytes_max:
                 self._reading_paused = True
                 self._transport.pause_reading()
 
@@ -275,29 +282,31 @@ class EdgeProtocol(asyncio.Protocol):
         if buffer.startswith(b"\r\n"):
             buffer = self._buffer = buffer.lstrip(b"\r\n")
         end = buffer.find(b"\r\n\r\n")
-        header_bytes_max = self._edge.limits.header_bytes_max
-        if end < 0 or end > header_bytes_max:
-            if len(buffer) > header_bytes_max:
-                self._refuse(HeaderTooLarge(header_bytes_max))
+        if not 0 <= end <= self._header_bytes_max:
+            if len(buffer) > self._header_bytes_max:
+                self._refuse(HeaderTooLarge(self._header_bytes_max))
             return
         try:
-            head = self._heads.read(buffer[:end])
+            head = self._head = self._heads.read(buffer[:end])
             route = head.notes.get("route")
             if route is None:
                 route = head.notes["route"] = self._route_of(head)
             self._path, target, hot = route
-            self._head = head if target is None else head._replace(target=target)
+            if target is not None:
+                self._head = head._replace(target=target)
             self.http10 = head.http10
-            self._since = self._edge.deadlines.now
-            start = end + 4
+            self._since = self._deadlines.now
+            start, length = end + 4, head.length
             if not hot:
-                self._end = BodyEnd(head.length)
+                self._end = BodyEnd(length)
                 self._begin_inner(buffer, start)
-            elif 0 <= head.length <= len(buffer) - start:
+                return
+            if length > self._body_bytes_max:
+                raise PayloadTooLarge(self._body_bytes_max)
+            if 0 <= length <= len(buffer) - start:
                 # The common case: the whole message came with one read.
-                stop = start + head.length
+                stop = start + length
                 self._buffer = buffer[stop:]
-                self._admit(head)
                 self._body_complete(buffer[start:stop])
             else:
                 self._buffer = b""
@@ -312,15 +321,11 @@ class EdgeProtocol(asyncio.Protocol):
         """(path, target where it must be written otherwise, whether the hot path serves it)."""
         target, path = normalize_target(head.target)
         hot = self._edge.handler.owns(head.method.decode("latin-1"), path)
+        if hot:
+            self._edge.handler.admit(head)
         return path, None if target == head.target else target, hot
 
-    def _admit(self, head: RequestHead) -> None:
-        self._edge.handler.admit(head)
-        if head.length > self._edge.limits.body_bytes_max:
-            raise PayloadTooLarge(self._edge.limits.body_bytes_max)
-
     def _begin_reading(self, head: RequestHead, rest: bytes) -> None:
-        self._admit(head)
         self._end = BodyEnd(head.length)
         self._state = State.READING
         self._parts = []
@@ -337,8 +342,8 @@ class EdgeProtocol(asyncio.Protocol):
             self._refuse(BadRequest(f"Malformed request body: {error}."))
             return
         self._received_bytes += taken
-        if self._received_bytes > self._edge.limits.body_bytes_max:
-            self._refuse(PayloadTooLarge(self._edge.limits.body_bytes_max))
+        if self._received_bytes > self._body_bytes_max:
+            self._refuse(PayloadTooLarge(self._body_bytes_max))
             return
         if taken:
             self._parts.append(data if taken == len(data) else data[:taken])
@@ -362,11 +367,11 @@ class EdgeProtocol(asyncio.Protocol):
             logger.exception("the pipeline failed")
             self.answer_error(InternalError())
             return
-        if isinstance(listener, Awaitable):
+        if isinstance(listener, CoroutineType):
             self._deciding = asyncio.ensure_future(listener)
             self._deciding.add_done_callback(self._decided)
         else:
-            self._start(listener)
+            self._start(listener)  # type: ignore[arg-type]  # what is no coroutine is a listener
 
     def _decided(self, deciding: "asyncio.Future[Listener]") -> None:
         self._deciding = None
@@ -443,7 +448,7 @@ class EdgeProtocol(asyncio.Protocol):
     def _drain(self) -> None:
         """Close, but read on for a while: bytes that meet a closed socket destroy the answer on its way."""
         self._state = State.DRAINING
-        self._since = self._edge.deadlines.now
+        self._since = self._deadlines.now
         self._resume_reading()
         if self._input_ended or self._transport.is_closing():
             self._transport.close()
@@ -465,11 +470,12 @@ class EdgeProtocol(asyncio.Protocol):
         self._head = None
         self._end = None
         self._state = State.IDLE
-        self._since = self._edge.deadlines.now
+        self._since = self._deadlines.now
         if not keep_alive or self._closing or (self._input_ended and not self._buffer):
             self._transport.close()
             return
-        self._resume_reading()
+        if self._reading_paused:
+            self._resume_reading()
         if self._buffer:
             # From the loop, not from here: a long pipeline must not become a deep stack.
             asyncio.get_running_loop().call_soon(self._resume_messages)

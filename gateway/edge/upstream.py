@@ -89,7 +89,15 @@ class UpstreamConnection(asyncio.Protocol):
         try:
             if self._end is None:
                 data = self._receive_head(data, receiver)
-                if self._end is None or (not data and not self._end.done):
+                head = self._head
+                if head is None:
+                    return
+                if head.length == len(data):
+                    # The common case: all of a body that is not chunked has come with its head.
+                    self._complete(receiver, data, surplus=False)
+                    return
+                self._end = BodyEnd(head.length)
+                if not data:
                     return
             taken = self._end.feed(data)
         except FramingError as error:
@@ -119,7 +127,7 @@ class UpstreamConnection(asyncio.Protocol):
     # Steps
 
     def _receive_head(self, data: bytes, receiver: Receiver) -> bytes:
-        """Collect the head; returns what follows it."""
+        """Collect the head; returns what follows it. `_head` is set when it is complete."""
         buffer = self._head_bytes + data if self._head_bytes else data
         while True:
             end = buffer.find(b"\r\n\r\n")
@@ -136,7 +144,6 @@ class UpstreamConnection(asyncio.Protocol):
                 raise FramingError("the worker switched protocols unasked")
         self._head = head
         self._head_bytes = b""
-        self._end = BodyEnd(head.length)
         receiver.response_started(head, bool(buffer))
         return buffer
 

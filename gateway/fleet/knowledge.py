@@ -1,6 +1,7 @@
 """Everything the gateway believes about its workers' caches and load, and the view of it that a policy gets."""
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from cachecore.blocks import Chain
 from cachecore.holders import Tier, Worker
@@ -24,7 +25,7 @@ class Knowledge:
         self.estimates = FleetEstimates()
         self.predictions = PredictedInsertions(ChainMultiset())
         self.history = RoutingHistory(ChainMultiset())
-        self._accounts: dict[WorkerKey, tuple[WorkerAccount, PrefillModel]] = {}
+        self._ranks: dict[WorkerRecord, tuple[tuple[Worker, ...], list[_Rank]]] = {}
 
     def forget(self, worker: Worker) -> None:
         """One rank of one life of a worker has ended: nothing known of its cache holds any longer."""
@@ -37,7 +38,7 @@ class Knowledge:
         """The worker leaves the fleet for good."""
         self.forget(worker)
         key = (worker.name, worker.rank)
-        self._accounts.pop(key, None)
+        self._ranks.clear()
         self.accounting.remove_worker(*key)
         self.estimates.forget(key)
 
@@ -64,51 +65,63 @@ class Knowledge:
         block = pool.block_size_tokens
         # A full hit still computes its last token, and engines give up that token's whole block.
         cap = max(prompt_tokens - 1, 0) // block * block
-        rates = self.accounting.rates(now, sum(len(record.holders) for record in candidates))
-        confirmed = _confirmed_blocks(match) if match.depths else {}
-        predicted = recorded = _NOTHING
-        if chain:
-            # Of a worker whose events we follow we know what it will have; of another, what we sent it.
-            believed = [record.events_trusted and not own_history_only for record in candidates]
-            predicted = self.predictions.depths(chain, now) if any(believed) else _NOTHING
-            recorded = _NOTHING if all(believed) else self.history.depths(chain)
+        confirmed = _confirmed_blocks(match) if match.depths else _NOT_CONFIRMED
+        predicted = recorded = None
         views: list[WorkerView] = []
         for record in candidates:
-            trusted = record.events_trusted and not own_history_only
-            for holder in record.holders:
-                key = (holder.name, holder.rank)
-                tiers, evidence = _NO_TIERS, Evidence.NONE
-                matched = 0
-                if record.parity is Parity.FAILED:
+            # Of a worker whose events we follow we know what it will have; of another, what we sent it.
+            followed = record.events_trusted and not own_history_only
+            foreign = record.parity is _FAILED
+            if chain and not foreign:
+                if followed:
+                    predicted = self.predictions.depths(chain, now) if predicted is None else predicted
+                else:
+                    recorded = self.history.depths(chain) if recorded is None else recorded
+            for holder, key, account, prefill in self._ranks_of(record):
+                matched, tiers, evidence = 0, _NO_TIERS, _NONE
+                if foreign:
                     pass
-                elif trusted:
-                    evidence = Evidence.EXACT
-                    depths = confirmed.get(holder)
-                    if depths is not None:
+                elif not followed:
+                    if recorded and key in recorded:
+                        matched, evidence = min(recorded[key] * block, cap), _HISTORY
+                else:
+                    evidence = _EXACT
+                    if confirmed and (depths := confirmed.get(holder)) is not None:
                         l0, l1, l2 = depths
                         tiers = (min(l0 * block, cap), min(l1 * block, cap), min(l2 * block, cap))
                         matched = tiers[2]
-                    expected = predicted.get(key, 0) * block
+                    expected = predicted.get(key, 0) * block if predicted else 0
                     if expected > matched < cap:
-                        matched, evidence = min(expected, cap), Evidence.PREDICTED
-                elif key in recorded:
-                    matched, evidence = min(recorded[key] * block, cap), Evidence.HISTORY
-                account, prefill = self._account(key)
+                        matched, evidence = min(expected, cap), _PREDICTED
+                name, rank = key
                 capacity = account.capacity_requests
-                views.append(
-                    WorkerView(holder.name, holder.rank, account, prefill, matched, tiers[2], tiers, evidence, capacity)
-                )
-        return Snapshot(now, views, rates)
+                views.append(WorkerView(name, rank, account, prefill, matched, tiers[2], tiers, evidence, capacity))
+        return Snapshot(now, views, self.accounting.rates(now, len(views)))
 
-    def _account(self, key: WorkerKey) -> tuple[WorkerAccount, PrefillModel]:
-        """The live records of one rank, looked up once in its membership."""
-        known = self._accounts.get(key)
-        if known is None:
-            known = self._accounts[key] = (self.accounting.account(*key), self.estimates.prefill(key))
-        return known
+    def _ranks_of(self, record: WorkerRecord) -> "list[_Rank]":
+        """The live records of a worker's ranks, looked up once in each of its lives."""
+        known = self._ranks.get(record)
+        if known is not None and known[0] is record.holders:
+            return known[1]
+        ranks: list[_Rank] = []
+        for holder in record.holders:
+            key = (holder.name, holder.rank)
+            ranks.append(_Rank(holder, key, self.accounting.account(*key), self.estimates.prefill(key)))
+        self._ranks[record] = (record.holders, ranks)
+        return ranks
 
 
-_NOTHING: Mapping[WorkerKey, int] = {}
+class _Rank(NamedTuple):
+    holder: Worker
+    key: WorkerKey
+    account: WorkerAccount
+    prefill: PrefillModel
+
+
+# Members of enumerations are looked up by a slow path.
+_FAILED = Parity.FAILED
+_EXACT, _PREDICTED, _HISTORY, _NONE = Evidence.EXACT, Evidence.PREDICTED, Evidence.HISTORY, Evidence.NONE
+_NOT_CONFIRMED: "Mapping[Worker, list[int]]" = {}
 _NO_TIERS = (0, 0, 0)
 
 

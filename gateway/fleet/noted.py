@@ -84,6 +84,10 @@ class NotedAccounting(InflightAccounting):
         self._outbox = outbox
         self._note = outbox.notes.append
 
+    @property
+    def own_requests(self) -> int:
+        return len(self._outbox.requests)
+
     def dispatch(
         self,
         request_id: str,

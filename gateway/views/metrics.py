@@ -50,6 +50,7 @@ class GatewayMetrics:
         self.refusals: Counter[int] = Counter()
         self.decisions: Counter[tuple[str, str, str]] = Counter()
         self.retries: Counter[str] = Counter()
+        self.failed_lookups = 0
         self.prompt_tokens = 0
         self.matched_tokens: Counter[str] = Counter()
         self.reported_prompt_tokens = 0
@@ -129,6 +130,13 @@ class GatewayCollector(Collector):
             "Attempts repeated before the first byte.",
             ("reason",),
             {(reason,): count for reason, count in metrics.retries.items()},
+        )
+
+        yield _counter(
+            "failed_lookups",
+            "Requests placed without the shared index, which did not answer in time.",
+            (),
+            {(): metrics.failed_lookups},
         )
 
     def _tokens(self) -> Iterator[Metric]:

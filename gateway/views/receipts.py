@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 from policies.contract import Receipt
 
-RECEIPTS_MAX = 1_000
+RECEIPTS_MAX = 256
+"""Enough to look at. Of thousands each would be long out of the processor's caches when it makes room."""
 
 
 class Receipts:

@@ -125,7 +125,7 @@ class StatusView:
                 "total": sum(metrics.endings.values()),
                 "complete": sum(count for (ending, _), count in metrics.endings.items() if ending == "complete"),
                 "refused": sum(metrics.refusals.values()),
-                "inflight": len(self._knowledge.accounting),
+                "inflight": self._knowledge.accounting.own_requests,
             },
             tokens={
                 "prompt": metrics.prompt_tokens,

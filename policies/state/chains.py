@@ -18,6 +18,10 @@ class ChainStore(Protocol):
         """Returns how many leading blocks of it the worker held before."""
         ...
 
+    def extend(self, key: WorkerKey, earlier: bytes, chain: bytes) -> None:
+        """As `store` of `chain` and `remove` of `earlier`, which it begins with."""
+        ...
+
     def remove(self, key: WorkerKey, chain: bytes) -> None:
         """Take back one `store` of this very chain."""
         ...

@@ -34,6 +34,8 @@ class RoutingHistory:
         self._store = store
         self._worker_blocks_max = worker_blocks_max
         self._workers: dict[WorkerKey, _WorkerHistory] = {}
+        self._asked: tuple[bytes, Mapping[WorkerKey, int]] = (b"", {})
+        """The last question for depths and its answer, which still holds: the prompt will be recorded next."""
 
     def __repr__(self) -> str:
         sizes = {key: (len(history.chains), history.blocks) for key, history in self._workers.items()}
@@ -46,29 +48,40 @@ class RoutingHistory:
 
     def depths(self, chain: bytes) -> Mapping[WorkerKey, int]:
         """Leading blocks of `chain` that went to each worker before. Changes nothing."""
-        return self._store.depths(chain)
+        depths = self._store.depths(chain)
+        self._asked = (chain, depths)
+        return depths
 
     def record(self, key: WorkerKey, chain: bytes) -> None:
         """A prompt with this chain was sent to `key`. Of a chain longer than the bound, the beginning is kept."""
         chain = chain[: self._worker_blocks_max * HASH_BYTES]
         if not chain:
             return
-        history = self._workers.setdefault(key, _WorkerHistory())
+        history = self._workers.get(key)
+        if history is None:
+            history = self._workers[key] = _WorkerHistory()
         tail = chain[-HASH_BYTES:]
         if tail in history.chains:
             history.chains.move_to_end(tail)
             return
-        depth = self._store.store(key, chain)
+        asked, depths = self._asked
+        depth = (depths if asked == chain else self._store.depths(chain)).get(key, 0)
+        self._asked = (b"", {})
+        # Where an earlier chain ends at the depth we share, this one contains it whole.
+        earlier = history.chains.pop(chain[(depth - 1) * HASH_BYTES : depth * HASH_BYTES], None) if depth else None
+        if earlier is None:
+            self._store.store(key, chain)
+        else:
+            self._store.extend(key, earlier, chain)
+            history.blocks -= len(earlier) // HASH_BYTES
         history.chains[tail] = chain
         history.blocks += len(chain) // HASH_BYTES
-        if depth:
-            # Where an earlier chain ends at the depth we share, this one contains it whole.
-            self._drop(key, history, chain[(depth - 1) * HASH_BYTES : depth * HASH_BYTES])
         while history.blocks > self._worker_blocks_max:
             self._drop(key, history, next(iter(history.chains)))
 
     def forget(self, key: WorkerKey) -> None:
         """The worker is gone or has restarted."""
+        self._asked = (b"", {})
         if self._workers.pop(key, None) is not None:
             self._store.forget(key)
 

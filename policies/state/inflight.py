@@ -43,6 +43,8 @@ OUTPUT_TOKENS_PRIOR = 256.0
 _OUTPUT_WEIGHT = 0.05
 _SLOT_WEIGHT = 0.1
 _UNIT_MAX = 1e12
+_DECAY_SECONDS_MIN = 0.001
+"""Not more often than this: a busy gateway decides several times in a millisecond."""
 _STRETCH_REQUESTS = 8
 """A stretch is cut after this many first tokens: under steady load the queue never runs empty."""
 
@@ -170,12 +172,13 @@ class WorkerAccount:
 
     def wait_seconds(self, now: float) -> float:
         """Predicted time until a request dispatched now would start its prefill. See the module's opening."""
-        # Without a request waiting both bounds are zero.
-        wait = self._backlog_ends_at - now
-        if wait >= self.outstanding_prefill_seconds:
-            wait = self.outstanding_prefill_seconds
-        elif wait < self._wait_seconds_min:
-            wait = self._wait_seconds_min
+        wait = 0.0
+        if self.waiting:  # else both bounds are zero
+            wait = self._backlog_ends_at - now
+            if wait >= self.outstanding_prefill_seconds:
+                wait = self.outstanding_prefill_seconds
+            elif wait < self._wait_seconds_min:
+                wait = self._wait_seconds_min
         if self.capacity_requests and self.inflight + self._foreign >= self.capacity_requests:
             wait = max(wait, self.slot_seconds * (self._crowding(now) - 1.0))
         return wait
@@ -210,8 +213,8 @@ class WorkerAccount:
         excess = self.inflight + self._foreign + 1 - capacity
         return 1.0 + excess / capacity if excess > 0 else 1.0
 
-    def _dispatch(self, request: _Request, now: float) -> None:
-        self._backlog_ends_at = now + self.wait_seconds(now) + request.prefill_seconds
+    def _dispatch(self, request: _Request, now: float, wait_seconds: float) -> None:
+        self._backlog_ends_at = now + wait_seconds + request.prefill_seconds
         if self.waiting:
             self._wait_seconds_min += request.prefill_seconds
         else:
@@ -304,6 +307,11 @@ class InflightAccounting:
     def __len__(self) -> int:
         return len(self._requests)
 
+    @property
+    def own_requests(self) -> int:
+        """Those that this gateway has sent itself, where accounts are kept of others' as well."""
+        return len(self._requests)
+
     def __repr__(self) -> str:
         return f"InflightAccounting({len(self)} in flight, {list(self._accounts.values())})"
 
@@ -348,11 +356,12 @@ class InflightAccounting:
             self._retire(requests.pop(next(iter(requests))))
         account = self.account(worker, rank)
         self._decay(now)
+        wait_seconds = account.wait_seconds(now)
         if in_one_piece:
-            heappush(self._hidden, (now + account.wait_seconds(now) + prefill_seconds, request_id))
+            heappush(self._hidden, (now + wait_seconds + prefill_seconds, request_id))
         request = _Request(account, prompt_tokens, prefill_seconds, output_tokens_max, prior_seconds, now, in_one_piece)
         requests[request_id] = request
-        account._dispatch(request, now)
+        account._dispatch(request, now, wait_seconds)
         account.placed += self._unit
         self._arrivals += 1.0
         self._work_seconds += prefill_seconds
@@ -440,11 +449,11 @@ class InflightAccounting:
         request.account._finish(request)
 
     def _decay(self, now: float) -> None:
-        """Bring everything that moves with the clock up to now."""
-        self._presume_first_tokens(now)
+        """Bring everything that moves with the clock up to now, or almost."""
         elapsed = now - self._decayed_at
-        if elapsed <= 0:
+        if elapsed < _DECAY_SECONDS_MIN:
             return
+        self._presume_first_tokens(now)
         self._decayed_at = now
         if self._arrivals:
             factor = exp(-elapsed / self.tau_seconds)

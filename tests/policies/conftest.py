@@ -26,6 +26,11 @@ class NaiveStore:
         self.counts.setdefault(key, Counter()).update(self.blocks(chain))
         return held
 
+    def extend(self, key: WorkerKey, earlier: bytes, chain: bytes) -> None:
+        assert chain.startswith(earlier)
+        self.store(key, chain)
+        self.remove(key, earlier)
+
     def remove(self, key: WorkerKey, chain: bytes) -> None:
         counts = self.counts.get(key, Counter())
         for block in self.blocks(chain):

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from math import sqrt
 
 import pytest
@@ -18,7 +19,7 @@ def test_ties_of_short_prompts_spread(fleet):
 def test_calibration_noise_does_not_unbalance_an_idle_fleet(fleet):
     workers = fleet("ab")
     snapshot = workers.snapshot()
-    faster = snapshot.workers[0]._replace(prefill=PrefillModel(None, Calibration(0.98, 0.98)))
+    faster = replace(snapshot.workers[0], prefill=PrefillModel(None, Calibration(0.98, 0.98)))
     snapshot = snapshot._replace(workers=[faster, snapshot.workers[1]])
     chosen = [POLICY.decide(Query(30), snapshot, workers.random).worker.name for _ in range(200)]
     assert 60 <= chosen.count("a") <= 140
@@ -94,7 +95,7 @@ def test_full_slots_make_work_dear(fleet):
             workers.inflight.dispatch(f"{name}{number}", name, 0, 0.0, 2000, 0.0)
             workers.inflight.first_token(f"{name}{number}", 0.0)
     snapshot = workers.snapshot(1.0, FleetRates())
-    snapshot = snapshot._replace(workers=[view._replace(capacity_requests=8) for view in snapshot.workers])
+    snapshot = snapshot._replace(workers=[replace(view, capacity_requests=8) for view in snapshot.workers])
     decision = POLICY.decide(Query(2000), snapshot, workers.random)
     price = (14 / 16) ** sqrt(18) / (2 / 16 + 1 / 16)
     work = workers.model.prefill_seconds(400, 1600, workers.inflight.account("a").running_context_tokens)

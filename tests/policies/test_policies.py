@@ -1,6 +1,7 @@
 """The policies that do not price: round robin, least loaded, prefix-aware, session; and the table of all."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -44,7 +45,7 @@ def test_a_busy_worker_draws_no_new_prompts(fleet, name):
 def test_every_decision_explains_itself(fleet, name):
     workers = fleet("ab")
     decision = create(name).decide(Query(100, session="s"), workers.snapshot(), workers.random)
-    assert decision.worker in workers.snapshot().workers
+    assert decision.worker.name in workers.names
     assert len(decision.reason) > 10
     assert len(decision.costs) in (0, 2)
 
@@ -210,7 +211,7 @@ def test_filter_keeps_those_with_room_and_never_refuses(fleet):
     workers = fleet("abc")
     workers.busy("a", 2)
     workers.busy("b", 1)
-    views = [view._replace(capacity_requests=2) for view in workers.snapshot().workers]
+    views = [replace(view, capacity_requests=2) for view in workers.snapshot().workers]
     assert [view.name for view in with_room(views)] == ["b", "c"]
     workers.busy("b", 1)
     workers.busy("c", 5)

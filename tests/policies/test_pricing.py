@@ -1,3 +1,4 @@
+from dataclasses import replace
 from math import exp, inf, sqrt
 
 import pytest
@@ -48,7 +49,7 @@ def test_slots_are_dear_when_they_are_short(fleet, requests, capacity, price):
     workers = fleet("ab")
     for name in "ab":
         workers.busy(name, requests)
-    views = [view._replace(capacity_requests=capacity) for view in workers.snapshot().workers]
+    views = [replace(view, capacity_requests=capacity) for view in workers.snapshot().workers]
     assert slot_price(views) == pytest.approx(price)
 
 
@@ -56,7 +57,7 @@ def test_workers_of_unknown_capacity_do_not_dilute_the_price(fleet):
     workers = fleet("ab")
     workers.busy("a", 8)
     known, unknown = workers.snapshot().workers
-    assert slot_price([known._replace(capacity_requests=8), unknown]) == pytest.approx(8.0)
+    assert slot_price([replace(known, capacity_requests=8), unknown]) == pytest.approx(8.0)
 
 
 def test_crowding_is_a_ratio_of_what_was_placed(fleet):

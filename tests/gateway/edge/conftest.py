@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import socket
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, NamedTuple
 
 import pytest
@@ -210,7 +210,7 @@ class Handler:
         if head.get(b"authorization") == b"Bearer unknown":
             raise Unauthorized("the API key is not known here")
 
-    def begin(self, inbound: Inbound) -> Journey | Awaitable[Journey]:
+    def begin(self, inbound: Inbound) -> Journey | Coroutine[Any, Any, Journey]:
         if self.decision_seconds is not None:
             return self._begin_later(inbound, self.decision_seconds)
         return self._journey(inbound)
