@@ -69,7 +69,7 @@ async def stats(place: Place, as_json: bool) -> int:
 
 
 async def _holder_row(store: RedisStore, schema: Schema, holder: Holder, record: Record) -> dict[str, Any]:
-    snapshot = await read_snapshot(store, schema, holder)
+    snapshot = await _snapshot(store, schema, holder)
     owner = await store.command(b"GET", schema.lease(holder))
     pieces = snapshot.pieces if snapshot is not None else []
     blocks = Counter[str]()
@@ -90,6 +90,15 @@ async def _holder_row(store: RedisStore, schema: Schema, holder: Holder, record:
     }
 
 
+async def _snapshot(store: RedisStore, schema: Schema, holder: Holder) -> HolderSnapshot | None:
+    """As `read_snapshot`, and None where the server has lost a part of the holder: its follower will write it anew."""
+    try:
+        return await read_snapshot(store, schema, holder)
+    except ValueError as error:
+        print(f"{holder_id(holder).decode()}: {error}", file=sys.stderr)
+        return None
+
+
 def _state(record: Record, owned: bool) -> str:
     if record.version.revision == RESTATING:
         return "being restated"
@@ -107,7 +116,7 @@ async def dump(place: Place, name: str | None) -> int:
     """One JSON document a line for each piece."""
     async with _opened(place) as (store, schema):
         for holder, _ in await _records(store, schema):
-            snapshot = await read_snapshot(store, schema, holder) if name in (None, holder.name) else None
+            snapshot = await _snapshot(store, schema, holder) if name in (None, holder.name) else None
             for line in _piece_lines(holder, snapshot) if snapshot is not None else ():
                 sys.stdout.write(line)
     return 0
@@ -182,7 +191,7 @@ async def _compare(
     for holder, _ in await _records(store, schema):
         if isinstance(holder, Worker) and holder.name in urls:
             listing = await _listing(http, urls[holder.name])
-            findings[holder] = _finding(holder, await read_snapshot(store, schema, holder), listing)
+            findings[holder] = _finding(holder, await _snapshot(store, schema, holder), listing)
     return findings
 
 

@@ -4,7 +4,7 @@ Every holder has one writer, so the server needs no set logic: what it keeps of 
 pieces. All keys of a holder carry one hash tag, its shard, so each atomic step touches one slot of a cluster. With P
 the prefix and s the shard:
 
-    P:{s}:holders               HASH    holder id -> record: "fence revision sequence places persistable", ASCII
+    P:{s}:holders               HASH    holder id -> record: "fence revision sequence places persistable fields", ASCII
     P:{s}:runs:<holder>:<c>     HASH    pieces, as below; c is a place code
     P:{s}:copies:<holder>:<c>   HASH    name -> copies beyond the first, ASCII; only where there are some
     P:{s}:namings:<holder>      HASH    naming number, ASCII -> msgpack [salt, adapter, group, root]
@@ -62,7 +62,7 @@ _HEAD = struct.Struct("<H16sHB")
 _EVENT_HEADER = struct.Struct("<cBI")
 _PREFIX_PATTERN = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 _HOLDER_PATTERN = re.compile(rb"w/([A-Za-z0-9._~%-]+)/(-?\d{1,20})/(\d{1,9})|p/([A-Za-z0-9._~%-]+)/(-?\d{1,20})")
-_RECORD_PATTERN = re.compile(rb"(\d{1,16}) (-1|\d{1,16}) (-1|\d{1,20}) (-|[a-l]{1,12}) ([01])")
+_RECORD_PATTERN = re.compile(rb"(\d{1,16}) (-1|\d{1,16}) (-1|\d{1,20}) (-|[a-l]{1,12}) ([01]) (-1|\d{1,12})")
 _CODE_FIRST = ord("a")
 _CODES = [bytes([_CODE_FIRST + number]) for number in range(len(Tier) * len(Fidelity))]
 _LAYERS = {
@@ -89,23 +89,29 @@ class Record(NamedTuple):
     """The codes of the places in use."""
     persistable: bool
     """Whether the handles of all blocks are known: whoever follows the event stream next can go on from here."""
+    fields: int | None = None
+    """Of all its runs and copies: the server may have evicted a key, and nothing else would say so to a reader. None
+    where that is not known."""
 
     def encode(self) -> bytes:
         sequence = -1 if self.sequence is None else self.sequence
         places = self.places or b"-"
-        return b"%d %d %d %s %d" % (self.version.fence, self.version.revision, sequence, places, self.persistable)
+        fields = -1 if self.fields is None else self.fields
+        fence, revision = self.version
+        return b"%d %d %d %s %d %d" % (fence, revision, sequence, places, self.persistable, fields)
 
     @classmethod
     def decode(cls, text: bytes) -> "Record":
         parts = _RECORD_PATTERN.fullmatch(text)
         if parts is None:
             raise ValueError(f"not a holder's record: {text[:80]!r}")
-        fence, revision, sequence, places, persistable = parts.groups()
+        fence, revision, sequence, places, persistable, fields = parts.groups()
         return cls(
             Version(int(fence), int(revision)),
             None if sequence == b"-1" else int(sequence),
             b"" if places == b"-" else places,
             persistable == b"1",
+            None if fields == b"-1" else int(fields),
         )
 
 
@@ -322,6 +328,9 @@ Pairs = Sequence[bytes]
 def decode_snapshot(record: bytes, places: Sequence[tuple[bytes, Pairs, Pairs]], namings: Pairs) -> HolderSnapshot:
     """From what `snapshot.lua` answers: the record, (code, runs, copies) of each place, and the namings."""
     said = Record.decode(record)
+    there = sum(len(runs) + len(further) for _, runs, further in places) // 2
+    if said.fields is not None and said.fields != there:
+        raise ValueError(f"the server has lost a part of it: {there} fields of {said.fields}")
     pieces: list[PieceRecord] = []
     copies: dict[bytes, dict[PrefixHash, int]] = {}
     for code, runs, further in places:

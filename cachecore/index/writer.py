@@ -231,7 +231,9 @@ class HolderWriter:
         """`apply.lua` says what each argument is."""
         shard, shadow = shard_of(self.holder), self.shadow
         version = Version(self.fence, revision)
-        record = Record(version, shadow.sequence, shadow.codes, shadow.persistable)
+        # An urgent step leaves the server with less than there is: nobody could go on from that.
+        fields = None if urgent else sum(runs + copies for _, runs, copies in shadow.sizes())
+        record = Record(version, shadow.sequence, shadow.codes, shadow.persistable and not urgent, fields)
         sequence = -1 if shadow.sequence is None else shadow.sequence
         keys = _Keys(self._schema.holders(shard), self._schema.stream(shard), self._schema.namings(self.holder))
         emptied: list[Argument] = []

@@ -219,13 +219,13 @@ class LeasedStreams:
 
     async def _take_over(self, stream: _Stream, fence: int) -> None:
         """Go on where the last follower stopped, or begin with what the engine can replay."""
-        snapshot = await self._leases.snapshot(stream.holder)
-        if snapshot is not None and snapshot.persistable and snapshot.sequence is not None:
-            try:
+        try:
+            snapshot = await self._leases.snapshot(stream.holder)
+            if snapshot is not None and snapshot.persistable and snapshot.sequence is not None:
                 await self._open(stream, fence, snapshot, Resume(snapshot.sequence, restored_runs(snapshot)))
                 return
-            except ValueError as error:
-                logger.warning("worker %s: nobody can go on with its events: %s", stream.holder.name, error)
+        except ValueError as error:
+            logger.warning("worker %s: nobody can go on with its events: %s", stream.holder.name, error)
         await self._open(stream, fence, None, None)
         # Whatever is there was its last follower's, and its removals would mean nothing to us.
         self._index.restate(stream.holder)

@@ -113,8 +113,8 @@ class TestRecords:
     @pytest.mark.parametrize(
         ("record", "text"),
         [
-            (Record(Version(17, 4), None, b"", True), b"17 4 -1 - 1"),
-            (Record(Version(17, -1), 2**63, b"ae", False), b"17 -1 9223372036854775808 ae 0"),
+            (Record(Version(17, 4), None, b"", True), b"17 4 -1 - 1 -1"),
+            (Record(Version(17, -1), 2**63, b"ae", False, 12), b"17 -1 9223372036854775808 ae 0 12"),
         ],
     )
     def test_text(self, record: Record, text: bytes) -> None:
@@ -122,7 +122,17 @@ class TestRecords:
         assert Record.decode(text) == record
 
     @pytest.mark.parametrize(
-        "text", [b"", b"1 2 3 a", b"1 2 3 z 1", b"1 2 3 a 2", b"1 2 3 a 1 ", b"x 2 3 a 1", b"-1 2 3 a 1"]
+        "text",
+        [
+            b"",
+            b"1 2 3 a 1",
+            b"1 2 3 z 1 0",
+            b"1 2 3 a 2 0",
+            b"1 2 3 a 1 0 ",
+            b"x 2 3 a 1 0",
+            b"-1 2 3 a 1 0",
+            b"1 2 3 a 1 -2",
+        ],
     )
     def test_what_is_no_record(self, text: bytes) -> None:
         with pytest.raises(ValueError, match="record"):
@@ -262,7 +272,7 @@ class TestPieces:
 
 
 class TestSnapshots:
-    RECORD = b"7 3 12 a 1"
+    RECORD = b"7 3 12 a 1 -1"
 
     def test_parts(self) -> None:
         runs = [part for pair in piece().items() for part in pair]
@@ -272,6 +282,16 @@ class TestSnapshots:
         assert [record.names for record in snapshot.pieces] == [TEN]
         assert snapshot.copies == {b"a": {PrefixHash(TEN[:16]): 2}}
         assert snapshot.namings == {3: ORIGIN}
+
+    def test_what_was_evicted_is_noticed(self) -> None:
+        """A server that drops keys by itself leaves the record as it was."""
+        runs = [part for pair in piece().items() for part in pair]
+        further = [TEN[:16], b"2"]
+        record = b"7 3 12 a 1 %d" % (len(runs) // 2 + 1)
+        assert decode_snapshot(record, [(b"a", runs, further)], []).copies
+        for places in ([(b"a", [], further)], [(b"a", runs, [])], [(b"a", runs[:2], further)], []):
+            with pytest.raises(ValueError, match="the server has lost a part of it"):
+                decode_snapshot(record, places, [])
 
     @pytest.mark.parametrize(
         ("places", "namings"),

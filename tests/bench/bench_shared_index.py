@@ -1,0 +1,261 @@
+"""The shared index on a server of its own: what a lookup takes, and what following 64 event streams takes.
+
+    .venv/bin/python tests/bench/bench_shared_index.py [--json FILE] [--rounds N] [--seconds S] [--binary redis|valkey]
+
+Lookups are of 512 blocks, over 64 holders that hold 16,384 blocks each: held by one, held whole by all, held by each to
+another depth. `mirror` answers in the process; `redis` asks the server, and its round trips are counted at a proxy in front
+of it. Ingest is what a gateway does with its workers' events: pre-encoded batches of 32 blocks in vLLM's dialect,
+decoded, named, applied to the mirror and published, on one thread; first as fast as it goes, then at 100,000 blocks a
+second. The server's CPU is its process's own.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from cachecore.blocks import HASH_BYTES, Chain, PrefixHash
+from cachecore.events import BlockStored, Dialect, EventBatch, decode_batch, encode_batch
+from cachecore.holders import Epoch, Worker, WorkerName
+from cachecore.index.contract import Match, Stored
+from cachecore.index.mirror import MirrorIndex
+from cachecore.index.publisher import Publisher
+from cachecore.index.redis import RedisIndex
+from cachecore.index.schema import Schema
+from cachecore.rekey import Rekeyer
+from cachecore.scope import DEFAULT_TENANT, IdentityScope, Keyring, Naming
+from cachecore.store import RedisStore, parse_address
+from tests.cachecore.store.proxy import FaultProxy
+from tests.cachecore.store.servers import BINARIES, Server, start_server
+
+HOLDERS = 64
+HOLDER_BLOCKS = 16_384
+EVENT_BLOCKS = 32
+QUERY_BLOCKS = 512
+BLOCK_TOKENS = 16
+PACED_BLOCKS_PER_SECOND = 100_000
+ROOT = PrefixHash(bytes(HASH_BYTES))
+
+
+def holder(number: int) -> Worker:
+    return Worker(WorkerName(f"w{number}"), Epoch(1))
+
+
+class Member:
+    """A gateway, as far as the index goes."""
+
+    def __init__(self, url: str, schema: Schema) -> None:
+        self.store = RedisStore(parse_address(url), budget_seconds=1.0)
+        self.publisher = Publisher(self.store, schema)
+        self.direct = RedisIndex(self.store, schema, self.publisher)
+        self.mirror = MirrorIndex(self.store, schema, self.publisher, self.direct, 2 * HOLDERS * HOLDER_BLOCKS)
+        self._writing: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "Member":
+        await self.store.start()
+        self.mirror.start()
+        self._writing = asyncio.create_task(self.publisher.run())
+        while not self.mirror.ready:
+            await asyncio.sleep(0.01)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.gather(self._writing, return_exceptions=True)
+        await self.mirror.stop()
+        await self.store.close()
+
+
+# ---- lookups ---------------------------------------------------------------------------------------------------------
+
+
+def queries(rng: random.Random) -> dict[str, Chain]:
+    return {kind: Chain(rng.randbytes(QUERY_BLOCKS * HASH_BYTES)) for kind in ("one holder", "hot", "staggered")}
+
+
+async def fill(member: Member, wanted: dict[str, Chain], rng: random.Random) -> None:
+    sequences = dict.fromkeys(range(HOLDERS), 0)
+
+    def store(number: int, chain: bytes) -> None:
+        parent = ROOT
+        for start in range(0, len(chain), EVENT_BLOCKS * HASH_BYTES):
+            piece = chain[start : start + EVENT_BLOCKS * HASH_BYTES]
+            member.mirror.apply(holder(number), sequences[number], [Stored(parent, Chain(piece))])
+            sequences[number] += 1
+            parent = PrefixHash(piece[-HASH_BYTES:])
+
+    store(0, wanted["one holder"])
+    for number in range(HOLDERS):
+        store(number, wanted["hot"])
+        store(number, wanted["staggered"][: (number + 1) * (QUERY_BLOCKS // HOLDERS) * HASH_BYTES])
+        for _ in range(HOLDER_BLOCKS // QUERY_BLOCKS):
+            store(number, rng.randbytes(QUERY_BLOCKS * HASH_BYTES))
+        await member.publisher.flush()
+
+
+async def bench_lookups(server: Server, rounds: int) -> list[dict[str, Any]]:
+    rng, schema = random.Random(1), Schema("bench")
+    wanted = queries(rng)
+    rows: list[dict[str, Any]] = []
+    async with Member(server.url, schema) as member:
+        await fill(member, wanted, rng)
+        for kind, chain in wanted.items():
+            answer = await member.direct.match(chain)
+            mirrored = member.mirror.match(chain)
+            if mirrored != answer:
+                raise SystemExit(f"{kind}: the answers differ")
+            rows.append(
+                {
+                    "case": f"lookup {kind}",
+                    "blocks": QUERY_BLOCKS,
+                    "holders": len(answer.depths),
+                    "mirror_ms": summary([timed_ms(lambda c=chain: member.mirror.match(c)) for _ in range(rounds)]),  # type: ignore[misc]
+                    "redis_ms": summary(
+                        [await awaited_ms(lambda c=chain: member.direct.match(c)) for _ in range(rounds)]
+                    ),  # type: ignore[misc]
+                    "round_trips": await count_round_trips(server, schema, chain),
+                }
+            )
+    return rows
+
+
+async def count_round_trips(server: Server, schema: Schema, chain: Chain) -> float:
+    """Of a lookup, at a proxy in front of the server, on a connection that has been used before."""
+    proxy = FaultProxy(server.port)
+    await proxy.listen()
+    store = RedisStore(parse_address(proxy.url), budget_seconds=1.0)
+    await store.start()
+    index = RedisIndex(store, schema, Publisher(store, schema))
+    await index.match(chain)
+    before = proxy.round_trips
+    for _ in range(100):
+        await index.match(chain)
+    trips = (proxy.round_trips - before) / 100
+    await store.close()
+    await proxy.close()
+    return trips
+
+
+def timed_ms(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return (time.perf_counter() - started) * 1e3
+
+
+async def awaited_ms(call: Callable[[], Awaitable[Match]]) -> float:
+    started = time.perf_counter()
+    await call()
+    return (time.perf_counter() - started) * 1e3
+
+
+def summary(samples: list[float]) -> dict[str, float]:
+    samples = sorted(samples)
+    return {
+        "p50": round(statistics.median(samples), 4),
+        "p99": round(samples[int(0.99 * len(samples))], 4),
+        "max": round(samples[-1], 4),
+    }
+
+
+# ---- ingest ----------------------------------------------------------------------------------------------------------
+
+
+def encoded_streams(blocks: int, rng: random.Random) -> list[list[bytes]]:
+    """For each of the streams, its batches: conversations of 512 blocks, each batch one store of 32."""
+    streams: list[list[bytes]] = []
+    for _ in range(HOLDERS):
+        batches: list[bytes] = []
+        parent: int | None = None
+        for number in range(blocks // HOLDERS // EVENT_BLOCKS):
+            if number % (QUERY_BLOCKS // EVENT_BLOCKS) == 0:
+                parent = None
+            handles = tuple(rng.getrandbits(64) for _ in range(EVENT_BLOCKS))
+            tokens = tuple(rng.choices(range(150_000), k=EVENT_BLOCKS * BLOCK_TOKENS))
+            event = BlockStored(handles, parent, tokens, BLOCK_TOKENS)
+            batches.append(encode_batch(EventBatch(time.time(), (event,), rank=0), Dialect.VLLM_MAP))
+            parent = handles[-1]
+        streams.append(batches)
+    return streams
+
+
+async def bench_ingest(server: Server, blocks: int, blocks_per_second: int) -> dict[str, Any]:
+    """`blocks_per_second` 0 is as fast as it goes."""
+    keyring = Keyring.generate()
+    naming = Naming.of(IdentityScope("m", keyring.key_id(DEFAULT_TENANT), BLOCK_TOKENS), keyring)
+    rekeyers = [Rekeyer(BLOCK_TOKENS, lambda *_: naming) for _ in range(HOLDERS)]
+    streams = encoded_streams(blocks, random.Random(2))
+    server.command("FLUSHALL")
+    async with Member(server.url, Schema("ingest")) as member:
+        cpu, server_cpu, started = time.process_time(), server.cpu_seconds(), time.perf_counter()
+        applied = 0
+        for sequence in range(len(streams[0])):
+            for number, stream in enumerate(streams):
+                events = rekeyers[number].rekey(decode_batch(stream[sequence]).events)
+                member.mirror.apply(holder(number), sequence, events)
+                applied += EVENT_BLOCKS
+                if number % 8 == 7:
+                    await asyncio.sleep(0)
+            ahead = applied / blocks_per_second - (time.perf_counter() - started) if blocks_per_second else 0.0
+            if ahead > 0:
+                await asyncio.sleep(ahead)
+        behind = member.publisher.stats().extra["queued_blocks"]
+        await member.publisher.flush()
+        seconds = time.perf_counter() - started
+        row = {
+            "case": f"ingest at {blocks_per_second} blocks/s" if blocks_per_second else "ingest as fast as it goes",
+            "blocks": applied,
+            "seconds": round(seconds, 2),
+            "blocks_per_second": round(applied / seconds),
+            "queued_blocks_at_the_end": behind,
+            "cpu_share": round((time.process_time() - cpu) / seconds, 3),
+            "blocks_per_cpu_second": round(applied / (time.process_time() - cpu)),
+            "server_cpu_share": round((server.cpu_seconds() - server_cpu) / seconds, 3),
+        }
+        stats = member.publisher.stats()
+        if stats.holdings != applied or stats.extra["restatements"]:
+            raise SystemExit(f"not everything was published, or not as it should be: {stats}")
+    return row
+
+
+async def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as directory:
+        server = start_server(Path(directory), binary=BINARIES[options.binary], persist=False)
+        with server:
+            for row in await bench_lookups(server, options.rounds):
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+            for rate in (0, PACED_BLOCKS_PER_SECOND):
+                blocks = (
+                    int(options.seconds * PACED_BLOCKS_PER_SECOND) // (HOLDERS * QUERY_BLOCKS) * HOLDERS * QUERY_BLOCKS
+                )
+                rows.append(await bench_ingest(server, blocks, rate))
+                print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--json", metavar="FILE", help="write the results there too")
+    parser.add_argument("--rounds", type=int, default=2000, help="lookups of each kind (default 2,000)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of paced ingest (default 10)")
+    parser.add_argument("--binary", default="valkey", choices=sorted(BINARIES), help="which server (default valkey)")
+    options = parser.parse_args()
+
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        rows = runner.run(run(options))
+    if options.json:
+        Path(options.json).write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
