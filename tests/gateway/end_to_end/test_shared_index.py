@@ -258,6 +258,28 @@ def test_a_server_that_comes_late_and_goes_for_good(tmp_path: Path, keyring: Pat
             eventually(lambda: both_hear(stack.gateways), "each follows every stream itself", 15.0)
 
 
+def test_a_gateway_without_a_mirror_asks_the_server_and_does_without_it(
+    tmp_path: Path, keyring: Path, fleets: list[Fleet]
+) -> None:
+    with (
+        start_server(tmp_path) as server,
+        SharingStack(tmp_path, server, keyring, fleets, members=("d",), lookups="redis") as stack,
+    ):
+        (gateway,) = stack.gateways
+        body = fresh(Random(21))
+        worker = worker_of(gateway.post(body))
+        gateway.wait_confirmed(body, worker, full_hit(body))
+        assert gateway.status()["sharing"]["mirror"] is None
+        answer = gateway.post(body)
+        assert (worker_of(answer), matched_tokens(answer)) == (worker, full_hit(body))
+        server.freeze()
+        answers = [gateway.post(body) for _ in range(8)]
+        assert [answer.status_code for answer in answers] == [200] * 8
+        assert {matched_tokens(answer) for answer in answers} == {0}
+        server.thaw()
+        gateway.wait_confirmed(body, worker, full_hit(body))
+
+
 def both_hear(gateways: Sequence[Gateway]) -> bool:
     """Of a new prompt that one of them is sent."""
     body = fresh(Random(time.monotonic_ns()))
