@@ -18,6 +18,7 @@ ones with numpy: a handful of calls into numpy costs as much as a handful of blo
 
 import struct
 from array import array
+from collections.abc import Iterable
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -46,7 +47,8 @@ _VECTOR_MIN = 24
 _BATCH = 8192
 """Blocks moved at once to a table of another size: each batch sees how full the last has left the buckets."""
 
-_two_words = struct.Struct("<QQ").unpack_from
+_TWO_WORDS = struct.Struct("<QQ")
+_two_words, _each_two_words = _TWO_WORDS.unpack_from, _TWO_WORDS.iter_unpack
 # By a mask of a bucket's free cells, the first in the top bit as np.packbits has it: how many, and which is the first.
 _FREE = np.array([mask.bit_count() for mask in range(256)], dtype=np.uint8)
 _FIRST_FREE = np.array([8 - mask.bit_length() for mask in range(256)], dtype=np.intp)
@@ -104,8 +106,7 @@ class Locator(Generic[S]):
             self._rebuild(2 * (self._mask + 1))
         entry = run.number << _RUN_SHIFT | position
         if total < _VECTOR_MIN:
-            for offset in range(total):
-                self._add_one(names, offset, entry + offset)
+            self._add_few(names, range(entry, entry + total))
         else:
             self._add_many(_words(names), _count_from(entry, total))
 
@@ -155,17 +156,19 @@ class Locator(Generic[S]):
             return run, position
         return None
 
-    def _add_one(self, names: bytes | bytearray, offset: int, entry: int) -> None:
-        first, second = _two_words(names, offset * HASH_BYTES)
-        tags = self._tags
-        start, other = (first & self._mask) << 3, (second & self._mask) << 3
-        if tags.count(0, start, start + _BUCKET) < tags.count(0, other, other + _BUCKET):
-            start = other
-        at = tags.find(0, start, start + _BUCKET)
-        if at >= 0:
-            tags[at], self._cells[at] = first >> _TAG_SHIFT or 1, first & _CHECK | entry
-        else:
-            self._overflow[bytes(names[offset * HASH_BYTES : (offset + 1) * HASH_BYTES])] = entry
+    def _add_few(self, names: bytes | bytearray, entries: Iterable[int]) -> None:
+        # In one loop, without a call of ours for each: engines announce a few blocks at a time.
+        tags, cells, mask = self._tags, self._cells, self._mask
+        count, find = tags.count, tags.find
+        for (first, second), entry in zip(_each_two_words(names), entries, strict=True):
+            start, other = (first & mask) << 3, (second & mask) << 3
+            if count(0, start, start + _BUCKET) < count(0, other, other + _BUCKET):
+                start = other
+            at = find(0, start, start + _BUCKET)
+            if at >= 0:
+                tags[at], cells[at] = first >> _TAG_SHIFT or 1, first & _CHECK | entry
+            else:
+                self._overflow[_TWO_WORDS.pack(first, second)] = entry
 
     def _discard_one(self, names: bytes | bytearray, offset: int, entry: int) -> None:
         first, second = _two_words(names, offset * HASH_BYTES)
@@ -197,9 +200,7 @@ class Locator(Generic[S]):
             self._tag_flat[cells] = _tags(words)
             pending = self._cell_flat.take(cells) != entries
             words, entries = words[pending], entries[pending]
-        names = words.tobytes()
-        for offset, entry in enumerate(entries.tolist()):
-            self._add_one(names, offset, entry)
+        self._add_few(words.tobytes(), entries.tolist())
 
     def _discard_many(self, words: _Words, entries: _Words) -> None:
         buckets = self._buckets(words)
