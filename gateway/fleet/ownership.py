@@ -93,6 +93,7 @@ class LeasedStreams:
             return
         for holder in record.holders:
             self._streams[holder] = _Stream(record, holder, endpoints, pool)
+        self._set_trust()  # another gateway may have told of all of it already
         self._hurry.set()
 
     async def leave(self, record: WorkerRecord) -> None:
