@@ -3,8 +3,8 @@
     .venv/bin/python tests/bench/bench_shared_index.py [--json FILE] [--rounds N] [--seconds S] [--binary redis|valkey]
 
 Lookups are of 512 blocks, over 64 holders that hold 16,384 blocks each: held by one, held whole by all, held by each to
-another depth. `mirror` answers in the process; `redis` asks the server, and its round trips are counted at a proxy in front
-of it. Ingest is what a gateway does with its workers' events: pre-encoded batches of 32 blocks in vLLM's dialect,
+another depth. `mirror` answers in the process; `redis` asks the server, and its round trips are counted at a proxy
+before it. Ingest is what a gateway does with its workers' events: pre-encoded batches of 32 blocks in vLLM's dialect,
 decoded, named, applied to the mirror and published, on one thread; first as fast as it goes, then at 100,000 blocks a
 second. The server's CPU is its process's own.
 """
