@@ -13,7 +13,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -206,21 +206,19 @@ def bench_start(options: argparse.Namespace) -> Iterator[Row]:
                 "key_per_block_bytes_per_block": round(naive_bytes, 1),
                 "smaller_by": round(naive_bytes / server_bytes, 2),
             }
-            started = [
-                time_start(Starting(directory, server, ring, fleet, member), filling, empty_bytes, alone)
-                for member, alone in (("first", True), ("second", False))
-            ]
-            yield from (row for _, row in started)
-            for starting, _ in reversed(started):
-                starting.stop()
+            with ExitStack() as running:
+                for member, alone in (("first", True), ("second", False)):
+                    starting = Starting(directory, server, ring, fleet, member)
+                    running.callback(starting.stop)
+                    yield time_start(starting, filling, empty_bytes, alone)
 
 
-def time_start(starting: Starting, filling: Filling, empty_bytes: int, alone: bool) -> tuple[Starting, Row]:
+def time_start(starting: Starting, filling: Filling, empty_bytes: int, alone: bool) -> Row:
     answered, complete = starting.answer_seconds(), starting.complete_seconds(filling)
     if alone:
         wait_for(lambda: starting.streams_followed() == WORKERS, "all streams are followed")
     grown = (starting.resident_bytes() - empty_bytes) / filling.blocks
-    return starting, {
+    return {
         "case": "start, takes every stream over" if alone else "start, beside a gateway",
         "blocks": filling.blocks,
         "first_answer_seconds": answered,
