@@ -13,6 +13,7 @@ checked. `cert` and `key` are the client's own. Sentinels are asked without cred
 they insist.
 """
 
+import re
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,7 +72,10 @@ class Address:
 
 def parse_address(url: str) -> Address:
     """Raises ValueError, whose message never repeats the password."""
-    parts = urlsplit(url)
+    # The library takes a list of hosts for one, and what is bracketed within it for a mistake.
+    beginning, _, rest = url.partition("://")
+    netloc = re.split("[/?#]", rest, maxsplit=1)[0]
+    parts = urlsplit(f"{beginning}://{rest[len(netloc) :]}")
     scheme, _, kind_name = parts.scheme.partition("+")
     kind: Kind = {"": "single", "cluster": "cluster", "sentinel": "sentinel"}.get(kind_name, "")  # type: ignore[assignment]
     if scheme not in ("redis", "rediss", "unix") or not kind or (scheme == "unix" and kind_name):
@@ -80,7 +84,7 @@ def parse_address(url: str) -> Address:
         )
     if parts.fragment:
         raise ValueError("a store's URL has no fragment: write # in a password as %23")
-    username, password, hosts = _credentials(parts.netloc)
+    username, password, hosts = _credentials(netloc)
     options = _options(parts, tls=scheme == "rediss")
     if scheme == "unix":
         if hosts or not parts.path.strip("/"):

@@ -40,7 +40,7 @@ class TestRedisIndex(PrefixIndexBehaviour):
 
 
 class TestBesideNaive:
-    @pytest.mark.parametrize("seed", range(4))
+    @pytest.mark.parametrize("seed", range(2))
     @pytest.mark.parametrize("layers", [False, True])
     def test_random_histories(self, remote: Remote, seed: int, layers: bool) -> None:
         run_beside_naive(redis_index(remote), History(seed, layers=layers), steps=60)
