@@ -1,8 +1,8 @@
-"""`ropeway worker` and `ropeway model`: their subcommands' arguments live beside the code they start."""
+"""`ropeway worker`, `model` and `quality`: their subcommands' arguments live beside the code they start."""
 
 import argparse
 
-from workers.reference.cli import add_reference_parser
+from workers.reference.cli import add_quality_parser, add_reference_parser
 from workers.reference.model_cli import add_model_parser
 from workers.simulated.cli import add_simulated_parser
 
@@ -25,3 +25,4 @@ def add_parsers(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]
     add_reference_parser(kinds)
     add_simulated_parser(kinds)
     add_model_parser(subparsers)
+    add_quality_parser(subparsers)

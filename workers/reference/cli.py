@@ -1,6 +1,7 @@
-"""`ropeway worker reference`: arguments, and the one place where the worker's parts are put together."""
+"""`ropeway worker reference` and `ropeway quality`: arguments, and where the parts of each are put together."""
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,14 @@ _OPTIONAL_MODULES = frozenset({"torch", "numpy", "safetensors", "gguf"})
 
 _DESCRIPTION = "Serve a Llama-architecture model over OpenAI's API, announcing its KV blocks."
 _EXAMPLE = "example:\n  ropeway worker reference --model smollm2 --port 8101"
+
+_QUALITY_DESCRIPTION = """\
+Measure how close answers from moved, repaired or quantized KV come to full prefill: KL divergence and top-1 agreement
+over the 24-token greedy answer, for every method, codec and recomputed share. Takes about a minute a prompt on CPU."""
+_QUALITY_EXAMPLE = """\
+examples:
+  ropeway quality --prompts 3
+  ropeway quality --documents handbook.txt --json > quality.json"""
 
 
 def add_reference_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -45,10 +54,41 @@ def add_reference_parser(subparsers: "argparse._SubParsersAction[argparse.Argume
     parser.set_defaults(run=run)
 
 
+def add_quality_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Define `ropeway quality`. Its function is left in `args.run`; torch is imported only there."""
+    parser = subparsers.add_parser(
+        "quality",
+        help="what moved, repaired and quantized KV costs in quality",
+        description=_QUALITY_DESCRIPTION,
+        epilog=_QUALITY_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", default="smollm2", help="Hugging Face directory, GGUF file, or smollm2 (default)")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--corpus", choices=["prose", "dialogue"], default="prose", help="default: prose")
+    source.add_argument("--documents", type=Path, metavar="FILE", help="other texts, separated by lines of ---")
+    parser.add_argument("--prompts", type=_positive, default=12, metavar="N", help="default: 12")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the prompts drawn (default: 0)")
+    parser.add_argument("--threads", type=int, default=0, metavar="N", help="torch threads (default: torch's choice)")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--plot", nargs="?", const="", metavar="FILE", help="draw curves as SVG; bars without FILE")
+    parser.set_defaults(run=run_quality)
+
+
+def run_quality(args: argparse.Namespace) -> int:
+    """Measure and print. Exit code 1 when the model or the documents cannot be read."""
+    return _guarded(_measure_quality, args)
+
+
 def run(args: argparse.Namespace) -> int:
     """Load the model and serve it until told to stop."""
+    return _guarded(_serve, args)
+
+
+def _guarded(command: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """Run a command; what its user can mend is one line."""
     try:
-        return _serve(args)
+        return command(args)
     except ModuleNotFoundError as error:
         if error.name not in _OPTIONAL_MODULES:
             raise
@@ -88,6 +128,47 @@ def _serve(args: argparse.Namespace) -> int:
         return serve(engine, args.host, args.port, publisher=publisher)
     finally:
         publisher.close()
+
+
+def _measure_quality(args: argparse.Namespace) -> int:
+    import torch
+    from rich.console import Console
+
+    from cachecore.prompts.huggingface import HuggingFaceRenderer
+    from workers.reference.model_cli import progress_bar
+    from workers.reference.quality import SAMPLES, read_documents, report_quality
+    from workers.reference.quality_report import print_table, svg_plot, text_plot
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    path = args.documents or SAMPLES / f"{args.corpus}.txt"
+    try:
+        documents = read_documents(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    directory, name = _model_directory(args.model)
+    renderer = HuggingFaceRenderer.load(directory)
+    with progress_bar() as progress:
+        report = report_quality(
+            directory, name, renderer, (path.stem, documents), (args.prompts, args.seed),
+            lambda done: progress("prompts", done, args.prompts),
+        )  # fmt: skip
+    if args.json:
+        print(json.dumps(report.as_json()))
+    else:
+        print_table(report, Console())
+    if args.plot:
+        Path(args.plot).write_text(svg_plot(report), encoding="utf-8")
+    elif args.plot is not None:
+        print(text_plot(report), file=sys.stderr if args.json else sys.stdout)
+    return 0
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return number
 
 
 def _model_directory(model: str) -> tuple[Path, str]:

@@ -9,36 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cachecore.kv import variants as rope_variants
+from cachecore.kv.variants import RopeConfig, RopeError
+
 _ARCHITECTURES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"})
 """All of them are the Llama block; Qwen2 adds a bias to q, k and v, which is taken from the weights."""
-ROPE_KINDS = frozenset({"default", "linear", "llama3", "yarn", "longrope"})
 
 
 class ModelError(ValueError):
     """The model cannot be served: unreadable, of another architecture, or with a feature the engine does not have."""
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """A rotary embedding. Fields a `kind` does not use keep their defaults; names are those of `config.json`."""
-
-    kind: str
-    theta: float
-    rotary_dim: int
-    """Leading dimensions of a head that are rotated; the rest pass unchanged (partial rotary)."""
-    factor: float = 1.0
-    original_max_positions: int = 0
-    attention_factor: float | None = None
-    """Multiplies cos AND sin; None derives it as the kind's paper does."""
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float = 0.0
-    mscale_all_dim: float = 0.0
-    truncate: bool = True
-    short_factor: tuple[float, ...] = ()
-    long_factor: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,53 +82,14 @@ class ModelConfig:
 
 
 def parse_rope(document: Mapping[str, Any], head_dim: int) -> RopeConfig:
-    """The rotary embedding of a `config.json`, in its older (`rope_scaling`) or newer (`rope_parameters`) spelling."""
-    scaling: Mapping[str, Any] = document.get("rope_parameters") or document.get("rope_scaling") or {}
-    kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
-    if kind == "dynamic":
-        raise ModelError("dynamic NTK RoPE depends on the sequence's length: its cached keys cannot be shared")
-    if kind not in ROPE_KINDS:
-        raise ModelError(f"RoPE kind {kind!r} is not supported (only {', '.join(sorted(ROPE_KINDS))})")
-    partial = float(scaling.get("partial_rotary_factor") or document.get("partial_rotary_factor") or 1.0)
-    rope = RopeConfig(
-        kind=kind,
-        theta=float(scaling.get("rope_theta") or document.get("rope_theta") or 10_000.0),
-        rotary_dim=int(head_dim * partial),
-        original_max_positions=_original_max_positions(document, scaling),
-        factor=_factor(document, scaling),
-        attention_factor=_optional_float(scaling.get("attention_factor")),
-        low_freq_factor=float(scaling.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(scaling.get("high_freq_factor") or 4.0),
-        beta_fast=float(scaling.get("beta_fast") or 32.0),
-        beta_slow=float(scaling.get("beta_slow") or 1.0),
-        mscale=float(scaling.get("mscale") or 0.0),
-        mscale_all_dim=float(scaling.get("mscale_all_dim") or 0.0),
-        truncate=bool(scaling.get("truncate", True)),
-        short_factor=tuple(float(value) for value in scaling.get("short_factor") or ()),
-        long_factor=tuple(float(value) for value in scaling.get("long_factor") or ()),
-    )
-    _check_rope(rope)
+    """The rotary embedding of a `config.json`: every model served here pairs halves. Raises ModelError."""
+    try:
+        rope = rope_variants.parse_rope(document, head_dim)
+    except RopeError as error:
+        raise ModelError(str(error)) from error
+    if rope.layout.sections:
+        raise ModelError("mRoPE with sections is not supported")
     return rope
-
-
-def _check_rope(rope: RopeConfig) -> None:
-    if rope.rotary_dim % 2 or rope.rotary_dim < 2:
-        raise ModelError(f"RoPE rotates pairs: {rope.rotary_dim} dimensions is no positive even number")
-    if rope.kind in ("linear", "llama3", "yarn") and rope.factor <= 0:
-        raise ModelError(f"RoPE kind {rope.kind!r} needs a positive `factor`")
-    if rope.kind == "longrope" and not len(rope.short_factor) == len(rope.long_factor) == rope.rotary_dim // 2:
-        raise ModelError(f"longrope needs {rope.rotary_dim // 2} short and long factors")
-
-
-def _original_max_positions(document: Mapping[str, Any], scaling: Mapping[str, Any]) -> int:
-    keys = "original_max_position_embeddings"
-    return int(scaling.get(keys) or document.get(keys) or document.get("max_position_embeddings") or 2048)
-
-
-def _factor(document: Mapping[str, Any], scaling: Mapping[str, Any]) -> float:
-    if scaling.get("factor") is not None:
-        return float(scaling["factor"])
-    return int(document.get("max_position_embeddings") or 2048) / _original_max_positions(document, scaling)
 
 
 def _refuse_unsupported(document: Mapping[str, Any]) -> None:
@@ -169,10 +109,6 @@ def _token_ids(value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
     return tuple(int(token) for token in value) if isinstance(value, list) else (int(value),)
-
-
-def _optional_float(value: Any) -> float | None:
-    return None if value is None else float(value)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from cachecore.kv.fuser.context import Projected
 from workers.reference.config import ModelConfig
-from workers.reference.rope import rope_table, rotate
-from workers.reference.weights import LayerWeights, Weights
+from workers.reference.rope import RopeRows, rope_table
+from workers.reference.weights import Weights
 
 
 class Segment(NamedTuple):
@@ -61,8 +62,7 @@ class _Decodes:
 @dataclass(frozen=True, slots=True)
 class _Batch:
     token_ids: Tensor
-    cos: Tensor
-    sin: Tensor
+    turns: RopeRows
     slots: Tensor
     """[N]: where in the pool each token's KV goes."""
     chunks: Sequence[_Chunk]
@@ -111,25 +111,52 @@ class LlamaModel:
         """Compute the segments, writing their KV. Logits, fp32 [rows, vocabulary]: one row per segment (its last
         token), or one per token where `all_logits` is set, in order."""
         batch = self._prepare(segments, kv.block_size_tokens)
-        hidden = functional.embedding(batch.token_ids, self.weights.embedding)
-        for index, layer in enumerate(self.weights.layers):
-            hidden = hidden + self._attention(index, layer, self._norm(hidden, layer.attention_norm), batch, kv)
-            gate, up = (self._norm(hidden, layer.mlp_norm) @ layer.gate_up).chunk(2, dim=-1)
-            hidden = hidden + (functional.silu(gate) * up) @ layer.down
-        hidden = self._norm(hidden.index_select(0, batch.logit_rows), self.weights.norm)
-        return functional.linear(hidden, self.weights.head).float()
+        hidden = self.embed(batch.token_ids)
+        for index in range(self.layers):
+            queries, keys, values = self.project(index, hidden, batch.turns)
+            kv.write(index, batch.slots, keys, values)
+            hidden = self.absorb(index, hidden, self._attend(index, queries, batch, kv))
+        return self.logits(hidden.index_select(0, batch.logit_rows))
+
+    @property
+    def layers(self) -> int:
+        return self.config.layers
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[N] -> [N, H]."""
+        return functional.embedding(token_ids, self.weights.embedding)
+
+    def project(self, index: int, hidden: Tensor, turns: RopeRows) -> Projected:
+        """Queries, keys and values of [N, H] at a layer, rotated."""
+        config, layer = self.config, self.weights.layers[index]
+        normed = self._norm(hidden, layer.attention_norm)
+        qkv = normed @ layer.qkv if layer.qkv_bias is None else torch.addmm(layer.qkv_bias, normed, layer.qkv)
+        qkv = qkv.view(len(qkv), -1, config.head_dim)
+        rotated = turns.turn(qkv[:, : config.heads + config.kv_heads])
+        queries, keys = rotated.tensor_split((config.heads,), dim=1)
+        return Projected(queries, keys, qkv[:, config.heads + config.kv_heads :])
+
+    def absorb(self, index: int, hidden: Tensor, mixed: Tensor) -> Tensor:
+        """What follows attention: [N, H] and [N, Q, D] -> [N, H] of the next layer."""
+        layer = self.weights.layers[index]
+        output = mixed.flatten(1) @ layer.output
+        hidden = hidden + (output if layer.output_bias is None else output + layer.output_bias)
+        gate, up = (self._norm(hidden, layer.mlp_norm) @ layer.gate_up).chunk(2, dim=-1)
+        return hidden + (functional.silu(gate) * up) @ layer.down
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, H] -> fp32 [N, vocabulary]."""
+        return functional.linear(self._norm(hidden, self.weights.norm), self.weights.head).float()
+
+    def output_weight(self, index: int) -> Tensor:
+        """The output projection of a layer by head: [Q, D, H]."""
+        return self.weights.layers[index].output.view(self.config.heads, self.config.head_dim, -1)
 
     def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return functional.rms_norm(hidden, (self.config.hidden_size,), weight, self.config.norm_epsilon)
 
-    def _attention(self, index: int, layer: LayerWeights, normed: Tensor, batch: _Batch, kv: KvTensors) -> Tensor:
-        """[N, H] -> [N, H]."""
-        config = self.config
-        qkv = normed @ layer.qkv if layer.qkv_bias is None else torch.addmm(layer.qkv_bias, normed, layer.qkv)
-        qkv = qkv.view(len(qkv), -1, config.head_dim)
-        rotated = rotate(qkv[:, : config.heads + config.kv_heads], batch.cos, batch.sin)
-        queries, keys = rotated.tensor_split((config.heads,), dim=1)
-        kv.write(index, batch.slots, keys, qkv[:, config.heads + config.kv_heads :])
+    def _attend(self, index: int, queries: Tensor, batch: _Batch, kv: KvTensors) -> Tensor:
+        """[N, Q, D] -> [N, Q, D]."""
         mixed = torch.empty_like(queries)
         for chunk in batch.chunks:
             mixed[chunk.rows] = self._attend_chunk(
@@ -139,8 +166,7 @@ class LlamaModel:
             decodes = batch.decodes
             context = kv.read(index, decodes.blocks, decodes.context)
             mixed[decodes.rows] = self._attend_decodes(queries[decodes.rows], *context, decodes)
-        output = mixed.flatten(1) @ layer.output
-        return output if layer.output_bias is None else output + layer.output_bias
+        return mixed
 
     def _attend_chunk(self, queries: Tensor, keys: Tensor, values: Tensor, chunk: _Chunk) -> Tensor:
         """[n, Q, D] over [T, K, D] -> [n, Q, D]. The G queries that share a key see it through a stride of 0."""
@@ -181,11 +207,9 @@ class LlamaModel:
             else:
                 chunks.append(self._chunk(row, segment, table, block_size))
             token_ids.extend(segment.token_ids)
-        rows = torch.cat(positions).to(self.device)
         return _Batch(
             token_ids=torch.tensor(token_ids, device=self.device),
-            cos=self.rope.cos.index_select(0, rows),
-            sin=self.rope.sin.index_select(0, rows),
+            turns=self.rope.rows(torch.cat(positions)),
             slots=torch.cat(slots).to(self.device),
             chunks=chunks,
             decodes=self._decodes(decodes, block_size) if decodes else None,
