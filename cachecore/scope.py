@@ -3,8 +3,10 @@
 A scope is everything that must be equal before two prompts can share a block and that the gateway knows before it has
 picked a worker. It is hashed into the root of every chain, under the tenant's own key:
 
-    hash key(tenant, epoch) = HMAC-SHA256(master secret, "hash" | epoch | tenant)
-    salt key                = HMAC-SHA256(master secret, "salt")
+    hash key(tenant, epoch)       = HMAC-SHA256(master secret, "hash" | epoch | tenant)
+    frame key(tenant, epoch)      = HMAC-SHA256(master secret, "frame" | epoch | tenant)
+    capability key(tenant, epoch) = HMAC-SHA256(master secret, "capability" | epoch | tenant)
+    salt key                      = HMAC-SHA256(master secret, "salt")
 
 The salt is what survives the engine. Engines hash `cache_salt` into their first block and repeat it, in clear, in their
 KV events; so it describes itself (key id, fidelity, digest of the client's own salt) and is authenticated under a key
@@ -175,10 +177,20 @@ class Keyring:
         """The tenant's hash key. Raises KeyError when the keyring does not have (or no longer has) its epoch."""
         key = self._hash_keys.get(key_id)
         if key is None:
-            message = b"hash" + key_id.epoch.to_bytes(4, "little") + key_id.tenant.encode()
-            key = hmac.digest(self.secrets_by_epoch[key_id.epoch], message, "sha256")
-            self._hash_keys[key_id] = key
+            key = self._hash_keys[key_id] = self._derive(b"hash", key_id)
         return key
+
+    def frame_key(self, key_id: KeyId) -> bytes:
+        """What the tenant's frames are authenticated under, on the wire and on disk. Raises KeyError as `hash_key`."""
+        return self._derive(b"frame", key_id)
+
+    def capability_key(self, key_id: KeyId) -> bytes:
+        """What capabilities to pull the tenant's KV are signed with. Raises KeyError as `hash_key`."""
+        return self._derive(b"capability", key_id)
+
+    def _derive(self, purpose: bytes, key_id: KeyId) -> bytes:
+        message = purpose + key_id.epoch.to_bytes(4, "little") + key_id.tenant.encode()
+        return hmac.digest(self.secrets_by_epoch[key_id.epoch], message, "sha256")
 
     def client_salt_digest(self, key_id: KeyId, client_salt: str) -> bytes:
         """What stands for a client's own `cache_salt` in salts and scopes, since salts travel in clear."""

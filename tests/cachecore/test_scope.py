@@ -42,6 +42,29 @@ def test_hash_keys() -> None:
     assert KEYRING.hash_key(KEY_ID) == hmac.new(SECRET, b"hash\x00\x00\x00\x00acme", hashlib.sha256).digest()
 
 
+def test_frame_and_capability_keys() -> None:
+    vectors = {
+        (ACME, 0): (
+            "4c88be333f03a52791c3dac133cb57980b96c53137421d75892369382a53d6e1",
+            "19fcc727a730c67eaa73e2940b0d0643054b4d020bc9853d32f0063a23eab13e",
+        ),
+        (ACME, 1): (
+            "2a00b1a5317e129df8df75dbac96679f29681a3a334428267dc04c7fa8ee08d8",
+            "3d9e9db465b68040d5baa0818e4b9e434499f7aa2007fc74b4397cfffd541267",
+        ),
+        (PUBLIC, 0): (
+            "0365b9b190d366a3a98f1753788bc96fbd6b12ef35239c0e645186c55b17faf1",
+            "ad4253ae23fba4a5e6c6f240c0ce80498fcd26eaa8f9405a0931e171379c1ee5",
+        ),
+    }
+    keys = [KeyId(tenant, epoch) for tenant, epoch in vectors]
+    derived = {(key.tenant, key.epoch): (KEYRING.frame_key(key), KEYRING.capability_key(key)) for key in keys}
+    assert {key: (frame.hex(), capability.hex()) for key, (frame, capability) in derived.items()} == vectors
+    assert KEYRING.frame_key(KEY_ID) == hmac.new(SECRET, b"frame\x00\x00\x00\x00acme", hashlib.sha256).digest()
+    with pytest.raises(KeyError):
+        KEYRING.frame_key(KeyId(ACME, 2))
+
+
 def test_client_salt_digest() -> None:
     assert SCOPE.client_salt.hex() == "d4776daf2d0fe4105c2755b9bff6759c"
     assert KEYRING.client_salt_digest(KEY_ID, "") == b""

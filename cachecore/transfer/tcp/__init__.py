@@ -1,0 +1,1 @@
+"""The transport that is always there: TCP, with or without TLS."""

@@ -1,0 +1,5 @@
+import pytest
+
+pytest.register_assert_rewrite(
+    "tests.cachecore.transfer.contract_suite", "tests.cachecore.transfer.serving", "tests.cachecore.transfer.world"
+)
