@@ -24,6 +24,7 @@ STORE_ROOMS = ("cachecore/store/", "cachecore/index/")
 CONFINED = {
     "torch": TENSOR_ROOMS,
     "hiredis": ("cachecore/store/",),
+    "obstore": ("cachecore/store/",),
     "redis": STORE_ROOMS,
     "valkey": STORE_ROOMS,
     "boto3": STORE_ROOMS,
@@ -105,13 +106,22 @@ def undeclared(house, pyproject: Path) -> list[str]:
     """Third-party imports that an installation without extras (or with `worker`, for the rooms of torch) would miss."""
     project = tomllib.loads(pyproject.read_text())["project"]
     core = _modules(project["dependencies"])
-    tensors = core | _modules(project["optional-dependencies"]["worker"]) | {"vllm"}
+    extras = {name: _modules(listed) for name, listed in project["optional-dependencies"].items()}
+    tensors = core | extras["worker"] | {"vllm"}
+    objects = core | extras.get("s3", set())
     return [
         f"{module.path}:{found.line} imports {found.module}"
         for module in house
         for found in module.imports()
         if top(found.module) not in sys.stdlib_module_names | ROOMS
-        and top(found.module) not in (tensors if module.path.startswith(TENSOR_ROOMS) else core)
+        and top(found.module)
+        not in (
+            tensors
+            if module.path.startswith(TENSOR_ROOMS)
+            else objects
+            if module.path == "cachecore/store/pools/s3.py"
+            else core
+        )
     ]
 
 
