@@ -4,7 +4,9 @@ import pytest
 
 HERE = Path(__file__).parent
 
-pytest.register_assert_rewrite("tests.cachecore.store.pools.contract_suite", "tests.cachecore.store.pools.runs")
+pytest.register_assert_rewrite(
+    "tests.cachecore.store.pools.contract_suite", "tests.cachecore.store.pools.runs", "tests.cachecore.transfer.world"
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
