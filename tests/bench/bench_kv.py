@@ -58,7 +58,7 @@ def measure(shape: str, rounds: int) -> list[dict[str, Any]]:
     table = rope_table(RopeConfig("default", 100_000.0, dim), TARGET + tokens)
     shift = table.shift(SOURCE, TARGET, tokens, heads)
     encoded = {
-        name: [codec.encode(kv, Origin(layer, SOURCE), table) for layer, kv in enumerate(stored)]
+        name: [codec.encode(kv, Origin(layer, layers, SOURCE), table) for layer, kv in enumerate(stored)]
         for name, codec in CODECS.items()
     }
 
@@ -73,7 +73,9 @@ def measure(shape: str, rounds: int) -> list[dict[str, Any]]:
             target.values.copy_(source.values)
 
     def encode(name: str) -> Callable[[], object]:
-        return lambda: [CODECS[name].encode(kv, Origin(layer, SOURCE), table) for layer, kv in enumerate(stored)]
+        return lambda: [
+            CODECS[name].encode(kv, Origin(layer, layers, SOURCE), table) for layer, kv in enumerate(stored)
+        ]
 
     def decode(name: str) -> Callable[[], object]:
         return lambda: [CODECS[name].decode(payload, facts, TARGET, table) for payload, facts in encoded[name]]

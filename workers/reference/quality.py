@@ -255,7 +255,7 @@ def _coded(model: LlamaModel, codec: str, keys: Tensor, values: Tensor, position
     """Keys and values [L, n, K, D] as a codec brings them back, to where they were."""
     decoded = []
     for layer in range(model.layers):
-        origin = Origin(layer, position)
+        origin = Origin(layer, model.layers, position)
         payload, facts = CODECS[codec].encode(LayerKv(keys[layer], values[layer]), origin, model.rope)
         decoded.append(CODECS[codec].decode(payload, facts, position, model.rope))
     return LayerKv(*(torch.stack(part).to(model.device) for part in zip(*decoded, strict=True)))

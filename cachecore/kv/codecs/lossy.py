@@ -26,7 +26,6 @@ from cachecore.kv.rope import RopeRows, RopeTable, turn_pairs
 from cachecore.kv.slicing import slices
 
 _ALIGNMENT = 8
-_SINK_TOKENS = 4
 _HOST = torch.device("cpu")
 
 
@@ -42,20 +41,30 @@ class _Stretch(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Protection:
+    """What a coarse codec keeps finer: the model's outer layers, and attention's sinks."""
+
+    quantizer: Quantizer
+    outer_layers: int
+    """Spared at each end of the model."""
+    sink_tokens: int
+    """Spared where the KV was computed at positions 0, 1, ...: what every later token attends to."""
+
+
+@dataclass(frozen=True, slots=True)
 class LossyCodec:
-    """See the module's opening. `sinks` is for KV computed at positions 0 to 3, which every later token attends to."""
+    """See the module's opening."""
 
     name: str
-    keys: Quantizer
-    values: Quantizer
-    sinks: Quantizer
+    quantizer: Quantizer
+    protection: Protection | None = None
 
     def payload_bytes(self, facts: KvFacts) -> int:
         return sum(
             _padded(count * facts.kv_heads * quantizer.scales * SCALE_BYTES)
             + _padded(count * facts.kv_heads * _code_bytes(quantizer, dim))
-            for dim, part in self._plan(facts)
-            for quantizer, count in part
+            for dim in (facts.head_dim, facts.value_dim)
+            for quantizer, count in self._plan(facts, dim)
         )
 
     def encode(self, kv: LayerKv, origin: Origin, rope: RopeTable | None) -> Encoded:
@@ -85,18 +94,24 @@ class LossyCodec:
             decoded.append(out)
         return LayerKv(*decoded)
 
-    def _plan(self, facts: KvFacts) -> Iterator[tuple[int, Sequence[tuple[Quantizer, int]]]]:
-        """For keys, then values: their dimensions, and quantizers with how many tokens each takes, in order."""
-        spared = min(max(_SINK_TOKENS - facts.position, 0), facts.tokens)
-        for dim, quantizer in ((facts.head_dim, self.keys), (facts.value_dim, self.values)):
-            yield dim, ((self.sinks, spared), (quantizer, facts.tokens - spared)) if dim else ()
+    def _plan(self, facts: KvFacts, dim: int) -> Sequence[tuple[Quantizer, int]]:
+        """Quantizers and how many tokens each takes, in order."""
+        if not dim:
+            return ()
+        protection = self.protection
+        if protection is None:
+            return ((self.quantizer, facts.tokens),)
+        if not protection.outer_layers <= facts.layer < facts.layers - protection.outer_layers:
+            return ((protection.quantizer, facts.tokens),)
+        spared = min(max(protection.sink_tokens - facts.position, 0), facts.tokens)
+        return ((protection.quantizer, spared), (self.quantizer, facts.tokens - spared))
 
     def _parts(self, facts: KvFacts, payload: Tensor) -> Iterator[Sequence[_Stretch]]:
         """The stretches of keys and of values as views of a payload."""
         offset = 0
-        for dim, part in self._plan(facts):
+        for dim in (facts.head_dim, facts.value_dim):
             stretches, start = [], 0
-            for quantizer, count in part:
+            for quantizer, count in self._plan(facts, dim):
                 shape = (count, facts.kv_heads)
                 scales, offset = _take(payload, offset, (*shape, quantizer.scales * SCALE_BYTES))
                 codes, offset = _take(payload, offset, (*shape, _code_bytes(quantizer, dim)))
