@@ -12,7 +12,7 @@ PACKAGES := ropeway.py cachecore policies gateway workers loadtest
 OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-faults test-pools test-quality check format bench clean
+.PHONY: help setup demo test test-faults test-pools test-quality test-servers check format bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -38,6 +38,9 @@ test: setup ## every test
 
 test-faults: setup ## several gateways under load while their Redis or Valkey misbehaves (a quarter of an hour)
 	$(BIN)/python -m pytest -m faults tests/faults
+
+test-servers: setup ## the mirror on Debian's Redis and on a cluster of three, too (some minutes)
+	$(BIN)/python -m pytest -m servers tests/cachecore/index
 
 test-quality: setup ## what repaired and quantized KV costs, on the real model (some minutes)
 	@$(BIN)/ropeway model fetch smollm2

@@ -12,7 +12,10 @@ from tests.cachecore.index.remote import LoopThread, fresh_schema
 from tests.cachecore.store.servers import BINARIES, start_cluster, start_server
 
 
-@pytest.fixture(scope="module", params=["valkey", "redis", "cluster"])
+OTHERS = [pytest.param(name, marks=pytest.mark.servers) for name in ("redis", "cluster")]
+
+
+@pytest.fixture(scope="module", params=["valkey", *OTHERS])
 def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     directory = tmp_path_factory.mktemp(request.param)
     if request.param == "cluster":
