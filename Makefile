@@ -15,7 +15,7 @@ OMP_NUM_THREADS ?= 1
 .PHONY: help setup demo test test-faults test-pools test-quality test-servers check format bench clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 setup: $(VENV)/.complete ## the environment in .venv (done once; again when pyproject.toml or constraints.txt change)
 

@@ -11,7 +11,6 @@ from tests.cachecore.index.histories import History, run_beside_naive
 from tests.cachecore.index.remote import LoopThread, fresh_schema
 from tests.cachecore.store.servers import BINARIES, start_cluster, start_server
 
-
 OTHERS = [pytest.param(name, marks=pytest.mark.servers) for name in ("redis", "cluster")]
 
 
