@@ -5,6 +5,7 @@ PYTHON ?= $(shell /usr/bin/python3 -c 'import ensurepip, sys; sys.exit(sys.versi
 	&& echo /usr/bin/python3 || echo python3)
 VENV := .venv
 BENCH_VENV := .venv-bench
+TRANSPORTS_VENV := .venv-transports
 BIN := $(VENV)/bin
 PACKAGES := ropeway.py cachecore policies gateway workers loadtest
 
@@ -12,21 +13,26 @@ PACKAGES := ropeway.py cachecore policies gateway workers loadtest
 OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-faults test-pools test-quality test-servers check format bench clean
+.PHONY: help setup demo test test-faults test-pools test-quality test-servers test-transports check format bench clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
 
-setup: $(VENV)/.complete ## the environment in .venv (done once; again when pyproject.toml or constraints.txt change)
+# The extension in C is optional: without a compiler or Python's headers everything runs in Python, only slower.
+NATIVE := setup.py $(wildcard cachecore/native/*.[ch] cachecore/*/native/*.[ch])
+
+setup: $(VENV)/.complete ## the environment in .venv (done once; again when what it is made from changes)
 
 # torch comes first and pinned, so that nothing that follows draws in another build of it.
-$(VENV)/.complete: pyproject.toml constraints.txt
+$(VENV)/.complete: pyproject.toml constraints.txt $(NATIVE)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Python 3.11 or later is needed; name one with PYTHON=..." >&2; exit 1; }
 	@echo "Installing into $(VENV). The first time takes minutes: torch is large."
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[worker,dev]'
+	@ROPEWAY_NATIVE=1 $(BIN)/python -c 'import cachecore.native, cachecore.kv.native' 2> /dev/null \
+		|| echo "Note: cachecore/native was not built (gcc and python3-dev are needed): it will be slower."
 	@touch $@
 
 demo: setup ## fetch a small model, start two workers and the gateway, and say how to talk to them
@@ -49,6 +55,22 @@ test-quality: setup ## what repaired and quantized KV costs, on the real model (
 test-pools: setup ## the pools of KV: a directory, Redis values, S3 objects (some minutes)
 	@$(BIN)/python -m pip install --quiet 'moto[server]'
 	$(BIN)/python -m pytest -m pools tests/cachecore/store/pools
+
+test-transports: $(TRANSPORTS_VENV)/.complete ## KV over NIXL and Mooncake, between two processes (a minute)
+	$(TRANSPORTS_VENV)/bin/python -m pytest -m transports tests/cachecore/transfer
+
+# An environment of their own, without what the engines' packages require: NIXL's names torch, which it loads for tensors
+# alone, and Mooncake's the clients of its store.
+$(TRANSPORTS_VENV)/.complete: pyproject.toml constraints.txt Makefile
+	@ldconfig -p | grep --quiet libibverbs.so.1 \
+		|| { echo "Mooncake needs libibverbs: apt-get install libibverbs1" >&2; exit 1; }
+	@test -x $(TRANSPORTS_VENV)/bin/pip || $(PYTHON) -m venv $(TRANSPORTS_VENV)
+	@echo "Installing the engines into $(TRANSPORTS_VENV)."
+	@$(TRANSPORTS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt \
+		--editable . hypothesis pytest pytest-asyncio
+	@$(TRANSPORTS_VENV)/bin/python -m pip install --quiet --no-deps \
+		nixl-cu12==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1
+	@touch $@
 
 check: setup ## format, lint, types, and the arrows between the packages
 	$(BIN)/ruff format --check .
@@ -73,5 +95,5 @@ $(BENCH_VENV)/.complete: Makefile
 	@touch $@
 
 clean: ## remove the environments and everything that tools leave behind
-	rm -rf $(VENV) $(BENCH_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis bench-results
+	rm -rf cachecore/native/*.so cachecore/*/native/*.so $(VENV) $(BENCH_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis bench-results
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -24,6 +24,8 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, NewType
 
+from cachecore.native import native
+
 PrefixHash = NewType("PrefixHash", bytes)
 ContentHash = NewType("ContentHash", bytes)
 Chain = NewType("Chain", bytes)
@@ -58,6 +60,8 @@ def canonical_extras(extras: Iterable[Extra]) -> bytes:
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
     """Token ids as u32 little-endian. Raises OverflowError for an id outside [0, 2**32)."""
+    if native is not None and isinstance(token_ids, list | tuple):
+        return native.pack_tokens(token_ids)  # type: ignore[no-any-return]
     packed = token_ids if isinstance(token_ids, array) and token_ids.typecode == "I" else array("I", token_ids)
     if sys.byteorder == "big":
         packed = array("I", packed)
@@ -69,6 +73,47 @@ def split_chain(chain: Chain) -> Iterator[PrefixHash]:
     """The names in a packed chain, one by one."""
     for start in range(0, len(chain), HASH_BYTES):
         yield PrefixHash(chain[start : start + HASH_BYTES])
+
+
+class PythonNamer:
+    """Names blocks of tokens under one key: hashes of `start`, the parent if there is one, tokens and extras."""
+
+    __slots__ = ("_block_bytes", "_start")
+
+    def __init__(self, key: bytes, person: bytes, start: bytes, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
+        self._start = hashlib.blake2b(start, digest_size=HASH_BYTES, key=key, person=person)
+
+    def chain(self, parent: bytes, tokens: bytes | bytearray | memoryview, extras: Sequence[bytes] | None, /) -> bytes:
+        """Names of the full blocks, packed, each after the one before it."""
+        data = bytes(tokens)
+        copy, step = self._start.copy, self._block_bytes
+        names: list[bytes] = []
+        name = parent
+        for start in range(0, len(data) - step + 1, step):
+            state = copy()
+            state.update(name + data[start : start + step])
+            if extras is not None:
+                state.update(extras[start // step])
+            name = state.digest()
+            names.append(name)
+        return b"".join(names)
+
+    def each(self, tokens: bytes | bytearray | memoryview, extras: Sequence[bytes] | None, /) -> bytes:
+        """Names of the full blocks, packed, each by itself."""
+        data = bytes(tokens)
+        copy, step = self._start.copy, self._block_bytes
+        names: list[bytes] = []
+        for start in range(0, len(data) - step + 1, step):
+            state = copy()
+            state.update(data[start : start + step])
+            if extras is not None:
+                state.update(extras[start // step])
+            names.append(state.digest())
+        return b"".join(names)
+
+
+Namer = PythonNamer if native is None else native.Namer
 
 
 class BlockHasher:
@@ -88,8 +133,8 @@ class BlockHasher:
         self.block_size_tokens = block_size_tokens
         self.block_bytes = block_size_tokens * TOKEN_BYTES
         count = block_size_tokens.to_bytes(4, "little")
-        self._prefix = hashlib.blake2b(count, digest_size=HASH_BYTES, key=key, person=_PERSON_PREFIX)
-        self._content = hashlib.blake2b(count, digest_size=HASH_BYTES, key=key, person=_PERSON_CONTENT)
+        self._prefix = Namer(key, _PERSON_PREFIX, count, self.block_bytes)
+        self._content = Namer(key, _PERSON_CONTENT, count, self.block_bytes)
 
     def root(self, scope: bytes, parent: bytes = b"") -> PrefixHash:
         """The parent of a chain's first block.
@@ -109,30 +154,11 @@ class BlockHasher:
         `tokens` is `pack_tokens(...)`; a last partial block is left out. `extras`, when given, holds
         `canonical_extras` for each full block (or more).
         """
-        data = bytes(tokens)
-        copy, step = self._prefix.copy, self.block_bytes
-        names: list[bytes] = []
-        name: bytes = parent
-        for start in range(0, len(data) - step + 1, step):
-            state = copy()
-            state.update(name + data[start : start + step])
-            if extras is not None:
-                state.update(extras[start // step])
-            name = state.digest()
-            names.append(name)
-        return Chain(b"".join(names))
+        return Chain(self._prefix.chain(parent, tokens, extras))
 
     def contents(
         self, tokens: bytes | bytearray | memoryview, extras: Sequence[bytes] | None = None
     ) -> list[ContentHash]:
         """ContentHashes of the full blocks of `tokens`; arguments as for `chain`."""
-        view = memoryview(tokens).cast("B")
-        copy, step = self._content.copy, self.block_bytes
-        names: list[ContentHash] = []
-        for start in range(0, len(view) - step + 1, step):
-            state = copy()
-            state.update(view[start : start + step])
-            if extras is not None:
-                state.update(extras[start // step])
-            names.append(ContentHash(state.digest()))
-        return names
+        packed = self._content.each(tokens, extras)
+        return [ContentHash(packed[start : start + HASH_BYTES]) for start in range(0, len(packed), HASH_BYTES)]

@@ -18,14 +18,15 @@ ones with numpy: a handful of calls into numpy costs as much as a handful of blo
 
 import struct
 from array import array
-from collections.abc import Iterable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cachecore.blocks import HASH_BYTES
 from cachecore.index.runs import Segment
+from cachecore.native import native
 
 S = TypeVar("S", bound=Segment)
 
@@ -57,35 +58,87 @@ _FIRST_FREE = np.array([8 - mask.bit_length() for mask in range(256)], dtype=np.
 class Locator(Generic[S]):
     """Finds blocks by name. The caller keeps names unique: `add` is for names that `find` does not know."""
 
-    __slots__ = (
-        "_buckets_min",
-        "_cell_flat",
-        "_cell_rows",
-        "_cells",
-        "_count_max",
-        "_count_min",
-        "_mask",
-        "_overflow",
-        "_tag_flat",
-        "_tag_rows",
-        "_tags",
-        "count",
-        "runs",
-    )
+    __slots__ = ("_buckets_min", "_count_max", "_count_min", "_table", "count", "find", "runs")
 
     def __init__(self, blocks_hint: int = 0) -> None:
         self.runs: list[S | None] = []
         """Every run by its number; None where a number is free."""
         self.count = 0
         """Blocks in the table."""
-        self._overflow: dict[bytes, int] = {}
         self._buckets_min = _BUCKETS_MIN
         while blocks_hint > self._buckets_min * _BUCKET * _LOAD_MAX:
             self._buckets_min *= 2
-        self._allocate(self._buckets_min)
-
-    def find(self, name: bytes) -> tuple[S, int] | None:
+        self._table = Table(self.runs, self._buckets_min)
+        self._set_bounds()
+        self.find: Callable[[bytes], tuple[S, int] | None] = self._table.find
         """The run and position of a block, or None."""
+
+    def add(self, names: bytes | bytearray, run: S, position: int) -> None:
+        """`names` are about to be put into `run` at `position`: what is in no run yet is in no table either."""
+        self.count += len(names) // HASH_BYTES
+        while self.count > self._count_max:
+            self._resize(2 * self._table.buckets)
+        self._table.put(names, run.number, position)
+
+    def discard(self, names: bytes | bytearray, run: S, position: int) -> None:
+        """Take back an `add`, or a part of one."""
+        self.count -= len(names) // HASH_BYTES
+        self._table.take(names, run.number, position)
+
+    def shrink(self) -> None:
+        """Give memory back after most blocks have gone."""
+        if self.count >= self._count_min:
+            return
+        buckets = self._table.buckets
+        while buckets > self._buckets_min and self.count < _LOAD_MIN * buckets * _BUCKET:
+            buckets //= 2
+        self._resize(buckets)
+
+    def used_cells(self) -> int:
+        return self._table.used()
+
+    def size_bytes(self) -> int:
+        return 9 * _BUCKET * self._table.buckets + 200 * self._table.overflowing
+
+    def _resize(self, buckets: int) -> None:
+        self._table.resize(buckets)
+        self._set_bounds()
+
+    def _set_bounds(self) -> None:
+        buckets = self._table.buckets
+        self._count_max = int(_LOAD_MAX * buckets * _BUCKET)
+        self._count_min = int(_LOAD_MIN * buckets * _BUCKET) if buckets > self._buckets_min else 0
+
+
+class PythonTable(Generic[S]):
+    """The cells of a locator. The runs are the locator's own list."""
+
+    __slots__ = (
+        "_cell_flat",
+        "_cells",
+        "_mask",
+        "_overflow",
+        "_runs",
+        "_tag_flat",
+        "_tag_rows",
+        "_tags",
+    )
+
+    def __init__(self, runs: list[S | None], buckets: int) -> None:
+        self._runs = runs
+        self._overflow: dict[bytes, int] = {}
+        self._allocate(buckets)
+
+    @property
+    def buckets(self) -> int:
+        return self._mask + 1
+
+    @property
+    def overflowing(self) -> int:
+        """Names that found no cell."""
+        return len(self._overflow)
+
+    def find(self, name: bytes, /) -> tuple[S, int] | None:
         first, second = _two_words(name)
         tag, tags = first >> _TAG_SHIFT or 1, self._tags
         for bucket in (first & self._mask, second & self._mask):
@@ -98,45 +151,45 @@ class Locator(Generic[S]):
                 at = tags.find(tag, at + 1, start + _BUCKET)
         return self._confirm(self._overflow[name], name) if name in self._overflow else None
 
-    def add(self, names: bytes | bytearray, run: S, position: int) -> None:
-        """`names` are about to be put into `run` at `position`: what is in no run yet is in no table either."""
+    def put(self, names: bytes | bytearray, number: int, position: int, /) -> None:
+        """`names` stand in the run of that number from `position` on."""
         total = len(names) // HASH_BYTES
-        self.count += total
-        while self.count > self._count_max:
-            self._rebuild(2 * (self._mask + 1))
-        entry = run.number << _RUN_SHIFT | position
+        entry = number << _RUN_SHIFT | position
         if total < _VECTOR_MIN:
-            self._add_few(names, range(entry, entry + total))
+            self._put_few(names, range(entry, entry + total))
         else:
-            self._add_many(_words(names), _count_from(entry, total))
+            self._put_many(_words(names), _count_from(entry, total))
 
-    def discard(self, names: bytes | bytearray, run: S, position: int) -> None:
-        """Take back an `add`, or a part of one."""
+    def take(self, names: bytes | bytearray, number: int, position: int, /) -> None:
+        """Take back a `put`, or a part of one."""
         total = len(names) // HASH_BYTES
-        self.count -= total
-        entry = run.number << _RUN_SHIFT | position
+        entry = number << _RUN_SHIFT | position
         if total < _VECTOR_MIN:
             for offset in range(total):
-                self._discard_one(names, offset, entry + offset)
+                self._take_one(names, offset, entry + offset)
         else:
-            self._discard_many(_words(names), _count_from(entry, total))
+            self._take_many(_words(names), _count_from(entry, total))
             for name in [name for name in self._overflow if name in names]:
                 del self._overflow[name]
 
-    def shrink(self) -> None:
-        """Give memory back after most blocks have gone."""
-        if self.count >= self._count_min:
-            return
-        buckets = self._mask + 1
-        while buckets > self._buckets_min and self.count < _LOAD_MIN * buckets * _BUCKET:
-            buckets //= 2
-        self._rebuild(buckets)
+    def resize(self, buckets: int, /) -> None:
+        """Start over with so many buckets, from the runs."""
+        self._allocate(buckets)
+        self._overflow.clear()
+        batch: list[S] = []
+        blocks = 0
+        for run in self._runs:
+            if run is not None:
+                batch.append(run)
+                blocks += run.blocks
+            if blocks >= _BATCH:
+                self._put_runs(batch)
+                batch, blocks = [], 0
+        if blocks:
+            self._put_runs(batch)
 
-    def used_cells(self) -> int:
+    def used(self) -> int:
         return len(self._tags) - self._tags.count(0) + len(self._overflow)
-
-    def size_bytes(self) -> int:
-        return 9 * len(self._tags) + 200 * len(self._overflow)
 
     def _allocate(self, buckets: int) -> None:
         self._tags = bytearray(_BUCKET * buckets)
@@ -145,18 +198,15 @@ class Locator(Generic[S]):
         self._tag_flat = np.frombuffer(self._tags, dtype=np.uint8)
         self._tag_rows: _Words = self._tag_flat.view(np.uint64)
         self._cell_flat: _Words = np.frombuffer(self._cells, dtype=np.uint64)
-        self._cell_rows: _Words = self._cell_flat.reshape(buckets, _BUCKET)
         self._mask = buckets - 1
-        self._count_max = int(_LOAD_MAX * buckets * _BUCKET)
-        self._count_min = int(_LOAD_MIN * buckets * _BUCKET) if buckets > self._buckets_min else 0
 
     def _confirm(self, cell: int, name: bytes) -> tuple[S, int] | None:
-        run, position = self.runs[cell >> _RUN_SHIFT & _RUN_MASK], cell & _POSITION_MASK
+        run, position = self._runs[cell >> _RUN_SHIFT & _RUN_MASK], cell & _POSITION_MASK
         if run is not None and run.names.startswith(name, position * HASH_BYTES):
             return run, position
         return None
 
-    def _add_few(self, names: bytes | bytearray, entries: Iterable[int]) -> None:
+    def _put_few(self, names: bytes | bytearray, entries: Iterable[int]) -> None:
         # In one loop, without a call of ours for each: engines announce a few blocks at a time.
         tags, cells, mask = self._tags, self._cells, self._mask
         count, find = tags.count, tags.find
@@ -170,7 +220,7 @@ class Locator(Generic[S]):
             else:
                 self._overflow[_TWO_WORDS.pack(first, second)] = entry
 
-    def _discard_one(self, names: bytes | bytearray, offset: int, entry: int) -> None:
+    def _take_one(self, names: bytes | bytearray, offset: int, entry: int) -> None:
         first, second = _two_words(names, offset * HASH_BYTES)
         tag, cell = first >> _TAG_SHIFT or 1, first & _CHECK | entry
         for bucket in (first & self._mask, second & self._mask):
@@ -183,7 +233,7 @@ class Locator(Generic[S]):
                 at = self._tags.find(tag, at + 1, start + _BUCKET)
         del self._overflow[bytes(names[offset * HASH_BYTES : (offset + 1) * HASH_BYTES])]
 
-    def _add_many(self, words: _Words, entries: _Words) -> None:
+    def _put_many(self, words: _Words, entries: _Words) -> None:
         """Each name takes a free cell of its emptier bucket; of those that chose one cell, the last has it and the
         others choose again. The last few, and any that find both buckets full, go block by block."""
         entries = entries | words[:, 0] & np.uint64(_CHECK)
@@ -200,9 +250,9 @@ class Locator(Generic[S]):
             self._tag_flat[cells] = _tags(words)
             pending = self._cell_flat.take(cells) != entries
             words, entries = words[pending], entries[pending]
-        self._add_few(words.tobytes(), entries.tolist())
+        self._put_few(words.tobytes(), entries.tolist())
 
-    def _discard_many(self, words: _Words, entries: _Words) -> None:
+    def _take_many(self, words: _Words, entries: _Words) -> None:
         buckets = self._buckets(words)
         tags = self._tag_rows.take(buckets).view(np.uint8).reshape(-1, 2 * _BUCKET)
         alike = np.flatnonzero(tags == _tags(words)[:, None])
@@ -214,28 +264,19 @@ class Locator(Generic[S]):
     def _buckets(self, words: _Words) -> _Rows:
         return (words & np.uint64(self._mask)).view(np.int64)
 
-    def _rebuild(self, buckets: int) -> None:
-        self._allocate(buckets)
-        self._overflow.clear()
-        batch: list[S] = []
-        blocks = 0
-        for run in self.runs:
-            if run is not None:
-                batch.append(run)
-                blocks += run.blocks
-            if blocks >= _BATCH:
-                self._add_runs(batch)
-                batch, blocks = [], 0
-        if blocks:
-            self._add_runs(batch)
-
-    def _add_runs(self, runs: list[S]) -> None:
+    def _put_runs(self, runs: list[S]) -> None:
         lengths = np.array([run.blocks for run in runs], dtype=np.intp)
         entries = np.array([run.number << _RUN_SHIFT for run in runs], dtype=np.uint64)
         starts = np.cumsum(lengths) - lengths
         positions = np.arange(lengths.sum()) - np.repeat(starts, lengths)
         words = _words(b"".join(run.names for run in runs))
-        self._add_many(words, np.repeat(entries, lengths) + positions.astype(np.uint64))
+        self._put_many(words, np.repeat(entries, lengths) + positions.astype(np.uint64))
+
+
+if TYPE_CHECKING or native is None:  # noqa: SIM108  (a type checker skips blocks, not halves of expressions)
+    Table = PythonTable
+else:
+    Table = native.Table
 
 
 def _words(names: bytes | bytearray) -> _Words:

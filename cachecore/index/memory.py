@@ -22,10 +22,8 @@ from cachecore.blocks import HASH_BYTES, Chain, PrefixHash, split_chain
 from cachecore.holders import Holder, Place, Tier
 from cachecore.index.contract import Cleared, IndexEvent, IndexStats, Match, Removed, Stored
 from cachecore.index.locator import Locator
-from cachecore.index.runs import RUN_BLOCKS_MAX, Run, require, span, well_formed
+from cachecore.index.runs import RUN_BLOCKS_MAX, Run, require, span, unknown, well_formed
 from cachecore.scope import Fidelity
-
-_NAME = np.dtype((np.void, HASH_BYTES))
 
 SWEEP_RUNS = 64
 """Runs looked at per batch applied while slots wait to be swept."""
@@ -229,23 +227,15 @@ class MemoryIndex:
             found = self._join(run, found[0]) if run and found[1] == 0 and start == run.blocks else found
         else:
             rest = chain[position * HASH_BYTES :]
-            unknown = self._unknown(rest)
+            count = unknown(rest, self._runs)
             if run is None or start != run.blocks or start == RUN_BLOCKS_MAX:
                 run, start = self._open_run(), 0
                 self._runs[name] = run
-            self._append(run, rest[: min(unknown, RUN_BLOCKS_MAX - start) * HASH_BYTES])
+            self._append(run, rest[: min(count, RUN_BLOCKS_MAX - start) * HASH_BYTES])
             found = run, start
         if found[0] not in touched:
             touched.append(found[0])
         return found
-
-    def _unknown(self, chain: bytes) -> int:
-        """How many blocks of a chain, whose first is unknown, come before one that is known. That one is the first of
-        its run: in a run, a block's predecessor stands before it."""
-        names: list[bytes] = np.frombuffer(chain, dtype=_NAME).tolist()
-        if self._runs.keys().isdisjoint(names):
-            return len(names)
-        return next(position for position, name in enumerate(names) if name in self._runs)
 
     def _append(self, run: Run, names: bytes) -> None:
         self._locator.add(names, run, run.blocks)

@@ -15,11 +15,13 @@ Places are small integers here (slots). What a slot holds of a run is nearly alw
 or half of it is dead.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cachecore.blocks import HASH_BYTES, Chain, split_chain
+from cachecore.native import native
 
 RUN_BLOCKS_MAX = 8192
 """Bounds what one operation on a run costs: masks are at most 1 KiB."""
@@ -40,7 +42,7 @@ def leading(mask: int) -> int:
     return (~mask & (mask + 1)).bit_length() - 1
 
 
-def well_formed(names: bytes) -> bool:
+def python_well_formed(names: bytes) -> bool:
     """No block may follow itself: a chain that repeats a name or holds its own parent is nobody's."""
     if len(names) % HASH_BYTES:
         return False
@@ -55,13 +57,22 @@ def well_formed(names: bytes) -> bool:
     return len(set(split_chain(Chain(names)))) == total
 
 
+def python_unknown(chain: bytes, firsts: Mapping[bytes, object]) -> int:
+    """How many blocks of a chain, whose first is in no segment, come before one that is: that one is the first of its
+    segment, since in a segment a block's predecessor stands before it."""
+    names: list[bytes] = np.frombuffer(chain, dtype=_NAME).tolist()
+    if firsts.keys().isdisjoint(names):
+        return len(names)
+    return next(position for position, name in enumerate(names) if name in firsts)
+
+
 def require(condition: bool, message: str) -> None:
     """An invariant. Not `assert`: it holds under -O as well."""
     if not condition:
         raise AssertionError(message)
 
 
-class Segment:
+class PythonSegment:
     """Consecutive blocks of one chain. `number` is the segment's place in its locator's list."""
 
     __slots__ = ("names", "number")
@@ -111,6 +122,16 @@ class Segment:
             else:
                 high = middle - HASH_BYTES
         return low // HASH_BYTES
+
+
+if TYPE_CHECKING or native is None:
+    Segment = PythonSegment
+    unknown = python_unknown
+    well_formed = python_well_formed
+else:
+    Segment = native.Segment
+    unknown = native.unknown
+    well_formed = native.well_formed
 
 
 class Run(Segment):
