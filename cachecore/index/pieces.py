@@ -5,7 +5,7 @@ two of it. The server keeps each piece under its first name, so whatever happens
 how many blocks of it the server has, how many of these are still the same, and what follows them now (`PieceEdit`).
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -13,13 +13,11 @@ import numpy as np
 
 from cachecore.blocks import HASH_BYTES, Chain, PrefixHash, split_chain
 from cachecore.index.locator import Locator
-from cachecore.index.runs import Segment, leading, require, span
+from cachecore.index.runs import Segment, leading, require, span, unknown
 from cachecore.index.schema import CHUNK_BLOCKS, HANDLE_BYTES, PIECE_BLOCKS_MAX, PIECE_HEADER, PieceRecord
 
 PIECE_BLOCKS = PIECE_BLOCKS_MAX
 """Blocks in a piece that is full."""
-
-_NAME = np.dtype((np.void, HASH_BYTES))
 
 
 class Label(NamedTuple):
@@ -27,6 +25,8 @@ class Label(NamedTuple):
 
     naming: int
     handle_bytes: int
+    root: bytes = b""
+    """Of the naming, where it is known: the parent of first blocks."""
 
 
 class Piece(Segment):
@@ -81,6 +81,12 @@ class Pieces:
         self._sent: dict[bytes, tuple[int, int]] = {}
         self._changed_copies: set[bytes] = set()
         self._sent_copies: set[bytes] = set()
+        self._followers: dict[bytes, int] = {}
+        """How many pieces begin after a block, where that block is no root."""
+        self.orphans = 0
+        """Pieces that begin neither after a root nor after a block that is held here."""
+        self.fields = 0
+        """Of the server's hash."""
         self.opened: list[int] = []
         """Namings of the pieces made since the caller last looked, once for each."""
         self.closed: list[int] = []
@@ -92,11 +98,6 @@ class Pieces:
     @property
     def blocks(self) -> int:
         return self._locator.count
-
-    @property
-    def fields(self) -> int:
-        """Of the server's hash."""
-        return sum(1 + -(-piece.blocks // CHUNK_BLOCKS) for piece in self._pieces.values())
 
     @property
     def copies(self) -> dict[bytes, int]:
@@ -133,7 +134,7 @@ class Pieces:
             found = None if piece is None or not piece.names.startswith(name, start * HASH_BYTES) else (piece, start)
             found = found or self._locator.find(name)
             if found is None:
-                count = self._unknown(chain[position * HASH_BYTES :])
+                count = unknown(chain[position * HASH_BYTES :], self._pieces)
                 after = chain[(position - 1) * HASH_BYTES : position * HASH_BYTES] if position else parent
                 piece, start, count = self._extend(piece, start, count, after, label, unit)
                 self._append(piece, chain, handles, position, count)
@@ -145,28 +146,17 @@ class Pieces:
             position, start = position + count, start + count
         return agreed
 
-    def load(self, record: PieceRecord) -> None:
+    def load(self, record: PieceRecord, root: bytes) -> None:
         """Take over what the server has. Raises ValueError when one block is in two pieces."""
         names = record.names
         if len(set(split_chain(names))) < len(names) // HASH_BYTES or any(map(self._locator.find, split_chain(names))):
             raise ValueError("one block in two places of a snapshot")
-        piece = self._open(record.parent, Label(record.naming, record.handle_bytes))
-        self._locator.add(names, piece, 0)
-        piece.add(names, record.packed_handles)
+        piece = self._open(record.parent, Label(record.naming, record.handle_bytes, root))
+        self._grow(piece, names, record.packed_handles)
         self._pieces[piece.first] = piece
 
     def load_copies(self, copies: Mapping[PrefixHash, int]) -> None:
         self._copies.update({name: count for name, count in copies.items() if self._locator.find(name)})
-
-    def _unknown(self, chain: bytes) -> int:
-        """How many blocks of a chain, whose first is unknown, come before one that is known: the first of its piece,
-        since in a piece a block's predecessor stands before it."""
-        if len(chain) == HASH_BYTES:
-            return 1
-        names: list[bytes] = np.frombuffer(chain, dtype=_NAME).tolist()
-        if self._pieces.keys().isdisjoint(names):
-            return len(names)
-        return next(position for position, name in enumerate(names) if name in self._pieces)
 
     def _extend(
         self, piece: Piece | None, start: int, count: int, parent: bytes, label: Label, unit: int
@@ -186,8 +176,14 @@ class Pieces:
         else:
             self._changes.setdefault(names[:HASH_BYTES], (0, 0))
             self._pieces[names[:HASH_BYTES]] = piece
+        self._grow(piece, names, handles[position * width : (position + count) * width])
+
+    def _grow(self, piece: Piece, names: bytes, handles: bytes) -> None:
+        start = piece.blocks
         self._locator.add(names, piece, start)
-        piece.add(names, handles[position * width : (position + count) * width])
+        piece.add(names, handles)
+        self.orphans -= self._following(names)
+        self.fields += _fields(piece.blocks) - _fields(start)
 
     def _join(self, piece: Piece, start: int, after: Piece) -> tuple[Piece, int]:
         """Where a chain goes on from one piece to the beginning of another: make them one if the first is the longer
@@ -198,8 +194,7 @@ class Pieces:
         names, handles = bytes(after.names), bytes(after.handles)
         self._close(after)
         self._note(piece, start)
-        self._locator.add(names, piece, start)
-        piece.add(names, handles)
+        self._grow(piece, names, handles)
         return piece, start
 
     def _count_up(self, piece: Piece, start: int, chain: bytes, handles: bytes, position: int, count: int) -> bool:
@@ -261,6 +256,8 @@ class Pieces:
         self._pieces.clear()
         self._locator = Locator()
         self._free_numbers.clear()
+        self._followers.clear()
+        self.orphans = self.fields = 0
         self._copies.clear()
         self.forget_changes()
 
@@ -307,8 +304,10 @@ class Pieces:
             self._close(piece)
             return
         self._note(piece, blocks)
+        self.fields += _fields(blocks) - _fields(piece.blocks)
         names = bytes(piece.names[blocks * HASH_BYTES :])
         self._locator.discard(names, piece, blocks)
+        self.orphans += self._following(names)
         del piece.names[blocks * HASH_BYTES :]
         del piece.handles[blocks * piece.label.handle_bytes :]
 
@@ -323,6 +322,9 @@ class Pieces:
             piece = Piece(len(pieces), parent, label)
             pieces.append(piece)
         self.opened.append(label.naming)
+        if parent != label.root:
+            self._followers[parent] = self._followers.get(parent, 0) + 1
+            self.orphans += self._locator.find(parent) is None
         return piece
 
     def _close(self, piece: Piece) -> None:
@@ -330,9 +332,23 @@ class Pieces:
         names = bytes(piece.names)
         del self._pieces[piece.first]
         self._locator.discard(names, piece, 0)
+        self.orphans += self._following(names)
         self._locator.runs[piece.number] = None
+        self.fields -= _fields(piece.blocks)
         self._free_numbers.append(piece.number)
         self.closed.append(piece.label.naming)
+        if piece.parent != piece.label.root:
+            self.orphans -= self._locator.find(piece.parent) is None
+            self._followers[piece.parent] -= 1
+            if not self._followers[piece.parent]:
+                del self._followers[piece.parent]
+
+    def _following(self, names: bytes) -> int:
+        """How many pieces begin after one of these blocks."""
+        followers = self._followers
+        if not followers or unknown(names, followers) * HASH_BYTES == len(names):
+            return 0
+        return sum(followers.get(name, 0) for name in split_chain(Chain(names)))
 
     def _note(self, piece: Piece, kept: int) -> None:
         """Only the first `kept` blocks of a piece are about to stay as they are."""
@@ -406,8 +422,19 @@ class Pieces:
             for position, name in enumerate(split_chain(Chain(bytes(piece.names)))):
                 require(self._locator.find(name) == (piece, position), "the locator does not find a block")
         require(blocks == self._locator.count == self._locator.used_cells(), "blocks are counted wrongly")
+        pieces = self._pieces.values()
+        require(self.fields == sum(_fields(piece.blocks) for piece in pieces), "fields are counted wrongly")
+        followers = Counter(piece.parent for piece in pieces if piece.parent != piece.label.root)
+        require(self._followers == followers, "followers are counted wrongly")
+        orphans = sum(count for parent, count in followers.items() if self._locator.find(parent) is None)
+        require(self.orphans == orphans, "orphans are counted wrongly")
         held = set(self.names())
         require(self._copies.keys() <= held and all(self._copies.values()), "copies of what is not held")
+
+
+def _fields(blocks: int) -> int:
+    """A head, and the chunks; no piece has none."""
+    return 1 - (-blocks // CHUNK_BLOCKS) if blocks else 0
 
 
 def _edit(piece: Piece, stored: int, kept: int) -> PieceEdit:

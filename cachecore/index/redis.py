@@ -79,6 +79,7 @@ class RedisIndex:
         self._store = store
         self._schema = schema
         self._publisher = publisher
+        self._asked = _by_slot(store, schema, _MATCH)
 
     def apply(self, holder: Holder, sequence: int, events: Sequence[IndexEvent]) -> bool:
         return self._publisher.apply(holder, sequence, events)
@@ -87,7 +88,7 @@ class RedisIndex:
         query = chain[: min(len(chain) // HASH_BYTES, QUERY_BLOCKS_MAX) * HASH_BYTES]
         depths: dict[Place, int] = {}
         if query:
-            calls = _by_slot(self._store, self._schema, _MATCH, query)
+            calls = [call._replace(args=(query,)) for call in self._asked]
             for answer in await _answers(self._store, calls, None):
                 _add_depths(answer, depths)
         return Match(len(chain) // HASH_BYTES, depths)
@@ -165,12 +166,10 @@ async def memory_bytes(store: RedisStore, schema: Schema, holder: Holder) -> int
     return int(await store.run(Call(_MEASURE, schema.contents(holder)), READ_SECONDS))
 
 
-def _by_slot(
-    store: RedisStore, schema: Schema, script: Script, *arguments: bytes, shards: Sequence[int] = range(SHARDS)
-) -> list[Call]:
+def _by_slot(store: RedisStore, schema: Schema, script: Script, shards: Sequence[int] = range(SHARDS)) -> list[Call]:
     """Calls that ask about all holders of these shards between them."""
     keys = [schema.holders(shard) for shard in shards]
-    return [Call(script, [keys[index] for index in group], arguments) for group in store.group(keys)]
+    return [Call(script, [keys[index] for index in group]) for group in store.group(keys)]
 
 
 async def _answers(store: RedisStore, calls: Sequence[Call], budget_seconds: float | None) -> list[Any]:
@@ -181,12 +180,10 @@ async def _answers(store: RedisStore, calls: Sequence[Call], budget_seconds: flo
     return answers
 
 
-def _add_depths(answer: list[list[Any]], depths: dict[Place, int]) -> None:
-    for text, codes, *reached in answer:
-        for code, depth in zip(codes, reached, strict=True):
-            depths[_place(text, code)] = depth
+def _add_depths(answer: list[Any], depths: dict[Place, int]) -> None:
+    depths.update(zip(map(_place, answer[::3], answer[1::3]), answer[2::3], strict=True))
 
 
 @lru_cache(maxsize=16_384)
-def _place(text: bytes, code: int) -> Place:
-    return Place(parse_holder(text), *layer_of(bytes([code])))
+def _place(text: bytes, code: bytes) -> Place:
+    return Place(parse_holder(text), *layer_of(code))

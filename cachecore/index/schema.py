@@ -4,7 +4,7 @@ Every holder has one writer, so the server needs no set logic: what it keeps of 
 pieces. All keys of a holder carry one hash tag, its shard, so each atomic step touches one slot of a cluster. With P
 the prefix and s the shard:
 
-    P:{s}:holders               HASH    holder id -> record: "fence revision sequence places persistable fields", ASCII
+    P:{s}:holders               HASH    holder id -> record: "fence revision sequence places persistable fields rooted"
     P:{s}:runs:<holder>:<c>     HASH    pieces, as below; c is a place code
     P:{s}:copies:<holder>:<c>   HASH    name -> copies beyond the first, ASCII; only where there are some
     P:{s}:namings:<holder>      HASH    naming number, ASCII -> msgpack [salt, adapter, group, root]
@@ -62,7 +62,9 @@ _HEAD = struct.Struct("<H16sHB")
 _EVENT_HEADER = struct.Struct("<cBI")
 _PREFIX_PATTERN = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 _HOLDER_PATTERN = re.compile(rb"w/([A-Za-z0-9._~%-]+)/(-?\d{1,20})/(\d{1,9})|p/([A-Za-z0-9._~%-]+)/(-?\d{1,20})")
-_RECORD_PATTERN = re.compile(rb"(\d{1,16}) (-1|\d{1,16}) (-1|\d{1,20}) (-|[a-l]{1,12}) ([01]) (-1|\d{1,12})")
+_RECORD_PATTERN = re.compile(
+    rb"(\d{1,16}) (-1|\d{1,16}) (-1|\d{1,20}) (-|[a-l]{1,12}) ([01]) (-1|\d{1,12}) (-|[a-l]{1,12})"
+)
 _CODE_FIRST = ord("a")
 _CODES = [bytes([_CODE_FIRST + number]) for number in range(len(Tier) * len(Fidelity))]
 _LAYERS = {
@@ -92,26 +94,30 @@ class Record(NamedTuple):
     fields: int | None = None
     """Of all its runs and copies: the server may have evicted a key, and nothing else would say so to a reader. None
     where that is not known."""
+    rooted: bytes = b""
+    """The codes of those places that are known to hold no block without all before it: of every chain they have one
+    stretch, from its beginning, or nothing."""
 
     def encode(self) -> bytes:
         sequence = -1 if self.sequence is None else self.sequence
-        places = self.places or b"-"
+        places, rooted = self.places or b"-", self.rooted or b"-"
         fields = -1 if self.fields is None else self.fields
         fence, revision = self.version
-        return b"%d %d %d %s %d %d" % (fence, revision, sequence, places, self.persistable, fields)
+        return b"%d %d %d %s %d %d %s" % (fence, revision, sequence, places, self.persistable, fields, rooted)
 
     @classmethod
     def decode(cls, text: bytes) -> "Record":
         parts = _RECORD_PATTERN.fullmatch(text)
         if parts is None:
             raise ValueError(f"not a holder's record: {text[:80]!r}")
-        fence, revision, sequence, places, persistable, fields = parts.groups()
+        fence, revision, sequence, places, persistable, fields, rooted = parts.groups()
         return cls(
             Version(int(fence), int(revision)),
             None if sequence == b"-1" else int(sequence),
             b"" if places == b"-" else places,
             persistable == b"1",
             None if fields == b"-1" else int(fields),
+            b"" if rooted == b"-" else rooted,
         )
 
 

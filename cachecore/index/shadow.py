@@ -138,7 +138,8 @@ class Shadow:
         for record in snapshot.pieces:
             if record.naming != NO_NAMING and record.naming not in snapshot.namings:
                 raise ValueError(f"a piece of an unknown naming {record.naming}")
-            shadow._place(record.code).load(record)
+            origin = snapshot.namings.get(record.naming)
+            shadow._place(record.code).load(record, origin.root if origin is not None else b"")
         for code, copies in snapshot.copies.items():
             shadow._place(code).load_copies(copies)
         shadow._settle_namings()
@@ -147,7 +148,12 @@ class Shadow:
     @property
     def codes(self) -> bytes:
         """The places in use."""
-        return b"".join(code for code in PLACE_CODES if (pieces := self._places.get(code)) and pieces.blocks)
+        return b"".join(sorted(code for code, pieces in self._places.items() if pieces.blocks))
+
+    @property
+    def rooted(self) -> bytes:
+        """The places that hold of every chain a beginning or nothing, as far as is known."""
+        return b"".join(sorted(code for code, pieces in self._places.items() if pieces.blocks and not pieces.orphans))
 
     @property
     def blocks(self) -> int:
@@ -163,6 +169,11 @@ class Shadow:
     def sizes(self) -> list[tuple[bytes, int, int]]:
         """Of each place in use: its code, and how many fields its two hashes have."""
         return [(code, pieces.fields, len(pieces.copies)) for code, pieces in self._places.items() if pieces.blocks]
+
+    @property
+    def fields(self) -> int:
+        """Of all the server's hashes of places."""
+        return sum(pieces.fields + len(pieces.copies) for pieces in self._places.values())
 
     def apply(self, sequence: int, events: Sequence[IndexEvent]) -> list[IndexEvent]:
         """The events that mean anything; the others are counted."""
@@ -207,7 +218,9 @@ class Shadow:
         except struct.error:
             return b"", _BARE, 1
         naming = self._namings.number(event.origin)
-        return (packed, Label(naming, HANDLE_BYTES), unit) if naming != NO_NAMING else (b"", _BARE, 1)
+        return (
+            (packed, Label(naming, HANDLE_BYTES, event.origin.root), unit) if naming != NO_NAMING else (b"", _BARE, 1)
+        )
 
     def _clear(self, tier: Tier | None) -> None:
         for code, pieces in self._places.items():

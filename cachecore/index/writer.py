@@ -39,6 +39,9 @@ RESTATED_BLOCKS_MAX = 8192
 RETRY_SECONDS = 0.5
 """After the server has refused something."""
 
+NAMINGS_KEY = 3
+"""Its number among the keys of `apply.lua`."""
+
 Argument = bytes | int | str
 
 _APPLY, _FORGET, _CHECK = lua.load("apply"), lua.load("forget"), lua.load("check")
@@ -84,6 +87,7 @@ class HolderWriter:
         self.touched = False
         """Something was applied since the holder was last forgotten."""
         self._schema = schema
+        self._keys = _HolderKeys(schema, holder)
         self._stream_length_max = stream_length_max
         self._written = revision
         """The revision that the server has, as far as is known."""
@@ -167,11 +171,11 @@ class HolderWriter:
         """A question whether the server still has everything; None while that is not to be expected."""
         if self.mode is not Mode.LIVE or not self.idle:
             return None
-        keys, sizes = [self._schema.holders(shard_of(self.holder))], list[int]()
+        keys, sizes = [self._keys.fixed[0]], list[int]()
         for code, runs, copies in () if self._partial else self.shadow.sizes():
-            keys += (self._schema.runs(self.holder, code), self._schema.copies(self.holder, code))
+            keys += self._keys.place(code)
             sizes += (runs, copies)
-        return Call(_CHECK, keys, [holder_id(self.holder), self.fence, self._written or 0, *sizes])
+        return Call(_CHECK, keys, [self._keys.holder_id, self.fence, self._written or 0, *sizes])
 
     def _next_step(self, now: float, microseconds: int) -> _Step | None:
         rests = now < self._retry_at
@@ -229,35 +233,32 @@ class HolderWriter:
         self, base: bytes, revision: int, drained: Drained, kind: Kind | None, events: bytes, urgent: bool
     ) -> Call:
         """`apply.lua` says what each argument is."""
-        shard, shadow = shard_of(self.holder), self.shadow
-        version = Version(self.fence, revision)
+        shadow, keys = self.shadow, _KeyList(self._keys)
         # An urgent step leaves the server with less than there is: nobody could go on from that.
-        fields = None if urgent else sum(runs + copies for _, runs, copies in shadow.sizes())
-        record = Record(version, shadow.sequence, shadow.codes, shadow.persistable and not urgent, fields)
-        sequence = -1 if shadow.sequence is None else shadow.sequence
-        keys = _Keys(self._schema.holders(shard), self._schema.stream(shard), self._schema.namings(self.holder))
+        fields = None if urgent else shadow.fields
+        version, persistable = Version(self.fence, revision), shadow.persistable and not urgent
+        rooted = b"" if urgent or revision == RESTATING else shadow.rooted
+        record = Record(version, shadow.sequence, shadow.codes, persistable, fields, rooted)
         emptied: list[Argument] = []
         for code in drained.emptied:
-            emptied += (keys.number(self._schema.runs(self.holder, code)),)
-            emptied += (keys.number(self._schema.copies(self.holder, code)),)
+            emptied += (keys.runs(code), keys.copies(code))
         if base == b"any":
-            emptied.append(keys.number(self._schema.namings(self.holder)))
+            emptied.append(NAMINGS_KEY)
         pieces: list[Argument] = []
         for code, edits in drained.edits.items():
-            number = keys.number(self._schema.runs(self.holder, code)) if edits else 0
             for edit in edits:
-                pieces += (number, *edit)
+                pieces += (keys.runs(code), *edit)
         copies: list[Argument] = []
         for code, counts in drained.copies.items():
-            number = keys.number(self._schema.copies(self.holder, code)) if counts else 0
             for name, count in counts:
-                copies += (number, name, count)
+                copies += (keys.copies(code), name, count)
         namings: list[Argument] = []
         for naming, description in drained.namings.items():
             namings += (naming, description)
         arguments: list[Argument] = [
-            *(holder_id(self.holder), self.fence, base, revision, record.encode(), int(urgent)),
-            *(kind.value if kind else b"", sequence, events, self._stream_length_max),
+            *(self._keys.holder_id, self.fence, base, revision, record.encode(), int(urgent)),
+            *(kind.value if kind else b"", -1 if shadow.sequence is None else shadow.sequence),
+            *(events, self._stream_length_max),
             *(len(emptied), *emptied, len(pieces) // 7, *pieces),
             *(len(copies) // 3, *copies, len(namings) // 2, *namings),
         ]
@@ -324,19 +325,45 @@ def forget_call(schema: Schema, holder: Holder, version: Version, stream_length_
     return Call(_FORGET, keys, [holder_id(holder), version.fence, version.revision, stream_length_max])
 
 
-class _Keys:
-    """The keys of a call, each once, and their numbers (from 1)."""
+class _HolderKeys:
+    """The keys of one holder, each made once."""
 
-    def __init__(self, *fixed: bytes) -> None:
-        self.listed = list(fixed)
-        self._numbers = {key: number for number, key in enumerate(fixed, 1)}
+    def __init__(self, schema: Schema, holder: Holder) -> None:
+        shard = shard_of(holder)
+        self.holder_id = holder_id(holder)
+        self.fixed = (schema.holders(shard), schema.stream(shard), schema.namings(holder))
+        self._schema = schema
+        self._holder = holder
+        self._places: dict[bytes, tuple[bytes, bytes]] = {}
 
-    def number(self, key: bytes) -> int:
-        number = self._numbers.get(key)
-        if number is None:
-            self.listed.append(key)
-            number = self._numbers[key] = len(self.listed)
-        return number
+    def place(self, code: bytes) -> tuple[bytes, bytes]:
+        """Of its runs, and of its copies."""
+        keys = self._places.get(code)
+        if keys is None:
+            keys = self._schema.runs(self._holder, code), self._schema.copies(self._holder, code)
+            self._places[code] = keys
+        return keys
+
+
+class _KeyList:
+    """The keys of a call, each once; the numbers (from 1) that arguments name them by."""
+
+    def __init__(self, keys: _HolderKeys) -> None:
+        self.listed = list(keys.fixed)
+        self._keys = keys
+        self._runs: dict[bytes, int] = {}
+        self._copies: dict[bytes, int] = {}
+
+    def runs(self, code: bytes) -> int:
+        return self._runs.get(code) or self._add(self._runs, code, self._keys.place(code)[0])
+
+    def copies(self, code: bytes) -> int:
+        return self._copies.get(code) or self._add(self._copies, code, self._keys.place(code)[1])
+
+    def _add(self, numbers: dict[bytes, int], code: bytes, key: bytes) -> int:
+        self.listed.append(key)
+        numbers[code] = len(self.listed)
+        return len(self.listed)
 
 
 def _blocks(event: IndexEvent) -> int:

@@ -12,7 +12,7 @@ from cachecore.index.schema import SHARDS, Schema
 from cachecore.scope import PUBLIC, KeyId, Keyring
 from gateway.errors import ConfigError
 
-LAYOUT = f"1/{SHARDS}"
+LAYOUT = f"2/{SHARDS}"
 """Version of the keys' layout, and how many shards there are. Whoever changes what `schema.py` describes counts up."""
 _BUDGET_SECONDS = 1.0
 _MARK_BYTES = 6

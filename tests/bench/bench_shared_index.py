@@ -6,7 +6,12 @@ Lookups are of 512 blocks, over 64 holders that hold 16,384 blocks each: held by
 another depth. `mirror` answers in the process; `redis` asks the server, and its round trips are counted at a proxy
 before it. Ingest is what a gateway does with its workers' events: pre-encoded batches of 32 blocks in vLLM's dialect,
 decoded, named, applied to the mirror and published, on one thread; first as fast as it goes, then at 100,000 blocks a
-second. The server's CPU is its process's own.
+second. The server's CPU is its process's own. ROPEWAY_NATIVE=0 measures without the extension in C.
+
+A machine that is busy with other things is told from slow code by controls in the same minutes. Lookups take turns with
+PINGs and with a fixed loop in plain Python that touches nothing of ours, and the server's own time a lookup is read
+from its statistics; around ingest goes the same loop, by its CPU time. On an idle machine the loop's median and 99th
+percentile are close to its minimum, and a PING takes some 40 us.
 """
 
 import argparse
@@ -23,11 +28,12 @@ from typing import Any
 from cachecore.blocks import HASH_BYTES, Chain, PrefixHash
 from cachecore.events import BlockStored, Dialect, EventBatch, decode_batch, encode_batch
 from cachecore.holders import Epoch, Worker, WorkerName
-from cachecore.index.contract import Match, Stored
+from cachecore.index.contract import Stored
 from cachecore.index.mirror import MirrorIndex
 from cachecore.index.publisher import Publisher
 from cachecore.index.redis import RedisIndex
 from cachecore.index.schema import Schema
+from cachecore.native import native
 from cachecore.rekey import Rekeyer
 from cachecore.scope import DEFAULT_TENANT, IdentityScope, Keyring, Naming
 from cachecore.store import RedisStore, parse_address
@@ -40,6 +46,8 @@ EVENT_BLOCKS = 32
 QUERY_BLOCKS = 512
 BLOCK_TOKENS = 16
 PACED_BLOCKS_PER_SECOND = 100_000
+TURN = 50
+"""Lookups in a row before the controls have theirs."""
 ROOT = PrefixHash(bytes(HASH_BYTES))
 
 
@@ -108,22 +116,41 @@ async def bench_lookups(server: Server, rounds: int) -> list[dict[str, Any]]:
         await fill(member, wanted, rng)
         for kind, chain in wanted.items():
             answer = await member.direct.match(chain)
-            mirrored = member.mirror.match(chain)
-            if mirrored != answer:
+            if member.mirror.match(chain) != answer:
                 raise SystemExit(f"{kind}: the answers differ")
-            rows.append(
-                {
-                    "case": f"lookup {kind}",
-                    "blocks": QUERY_BLOCKS,
-                    "holders": len(answer.depths),
-                    "mirror_ms": summary([timed_ms(lambda c=chain: member.mirror.match(c)) for _ in range(rounds)]),  # type: ignore[misc]
-                    "redis_ms": summary(
-                        [await awaited_ms(lambda c=chain: member.direct.match(c)) for _ in range(rounds)]
-                    ),  # type: ignore[misc]
-                    "round_trips": await count_round_trips(server, schema, chain),
-                }
-            )
+            mirror_ms = [timed_ms(lambda c=chain: member.mirror.match(c)) for _ in range(rounds)]  # type: ignore[misc]
+            row = {"case": f"lookup {kind}", "blocks": QUERY_BLOCKS, "holders": len(answer.depths)}
+            rows.append({**row, "mirror_ms": summary(mirror_ms)})
+    for row, chain in zip(rows, wanted.values(), strict=True):
+        row.update(await bench_direct(server, schema, chain, rounds))
+        row["round_trips"] = await count_round_trips(server, schema, chain)
     return rows
+
+
+async def bench_direct(server: Server, schema: Schema, chain: Chain, rounds: int) -> dict[str, Any]:
+    """Lookups at the server and, in turns with them, the controls."""
+    store = RedisStore(parse_address(server.url), budget_seconds=1.0)
+    await store.start()
+    index = RedisIndex(store, schema, Publisher(store, schema))
+    await index.match(chain)
+    server.command("CONFIG", "RESETSTAT")
+    lookups, pings, loops = list[float](), list[float](), list[float]()
+    for _ in range(rounds // TURN):
+        lookups += [await awaited_ms(lambda: index.match(chain)) for _ in range(TURN)]
+        pings += [await awaited_ms(lambda: store.command("PING")) for _ in range(TURN)]
+        loops += [timed_ms(plain_loop) for _ in range(TURN)]
+    await store.close()
+    statistic = server.info("commandstats")["cmdstat_evalsha"]
+    server_ms = float(statistic.partition("usec_per_call=")[2].partition(",")[0]) / 1000
+    controls = {"ping_ms": summary(pings), "loop_ms": summary(loops)}
+    return {"redis_ms": summary(lookups), "server_ms_mean": round(server_ms, 4), **controls}
+
+
+def plain_loop() -> int:
+    total = 0
+    for number in range(4000):
+        total += number * number % 7
+    return total
 
 
 async def count_round_trips(server: Server, schema: Schema, chain: Chain) -> float:
@@ -149,7 +176,7 @@ def timed_ms(call: Callable[[], object]) -> float:
     return (time.perf_counter() - started) * 1e3
 
 
-async def awaited_ms(call: Callable[[], Awaitable[Match]]) -> float:
+async def awaited_ms(call: Callable[[], Awaitable[object]]) -> float:
     started = time.perf_counter()
     await call()
     return (time.perf_counter() - started) * 1e3
@@ -158,6 +185,7 @@ async def awaited_ms(call: Callable[[], Awaitable[Match]]) -> float:
 def summary(samples: list[float]) -> dict[str, float]:
     samples = sorted(samples)
     return {
+        "min": round(samples[0], 4),
         "p50": round(statistics.median(samples), 4),
         "p99": round(samples[int(0.99 * len(samples))], 4),
         "max": round(samples[-1], 4),
@@ -192,6 +220,7 @@ async def bench_ingest(server: Server, blocks: int, blocks_per_second: int) -> d
     rekeyers = [Rekeyer(BLOCK_TOKENS, lambda *_: naming) for _ in range(HOLDERS)]
     streams = encoded_streams(blocks, random.Random(2))
     server.command("FLUSHALL")
+    loops = [cpu_ms(plain_loop) for _ in range(200)]
     async with Member(server.url, Schema("ingest")) as member:
         cpu, server_cpu, started = time.process_time(), server.cpu_seconds(), time.perf_counter()
         applied = 0
@@ -221,7 +250,17 @@ async def bench_ingest(server: Server, blocks: int, blocks_per_second: int) -> d
         stats = member.publisher.stats()
         if stats.holdings != applied or stats.extra["restatements"]:
             raise SystemExit(f"not everything was published, or not as it should be: {stats}")
-    return row
+    return {
+        **row,
+        "loop_cpu_ms": summary(loops + [cpu_ms(plain_loop) for _ in range(200)]),
+        "native": native is not None,
+    }
+
+
+def cpu_ms(call: Callable[[], object]) -> float:
+    started = time.process_time()
+    call()
+    return (time.process_time() - started) * 1e3
 
 
 async def run(options: argparse.Namespace) -> list[dict[str, Any]]:

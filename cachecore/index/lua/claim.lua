@@ -31,6 +31,6 @@ local now = call('TIME')
 local microseconds = now[1] .. string.format('%06d', now[2])
 local milliseconds = math.floor(tonumber(microseconds) / 1000)
 fence = string.format('%.0f', math.max(tonumber(fence or 0) + 1, milliseconds, tonumber(held)))
-record = fence .. (rest or (' ' .. microseconds .. ' -1 - 1 0'))
+record = fence .. (rest or (' ' .. microseconds .. ' -1 - 1 0 -'))
 call('HSET', KEYS[2], ARGV[3], record)
 return {1, gateway, fence, record}

@@ -2,13 +2,14 @@
 --
 -- KEYS   the `holders` hash of each shard that is asked
 -- ARGV   the chain: 16 bytes a name
--- Answer (holder id, place codes, depth of each) for each holder that serves any of it
+-- Answer holder id, place code, depth of each place that serves any of it, in one list
 --
 -- A piece is found by its first name. Names are chained, so one equal name proves all before it, and a piece that
 -- continues where another has ended is found by the next name of the chain. Of a holder with several places each may go
--- on in the middle of what another has: there, pieces that begin between what was looked at have to be looked for.
+-- on in the middle of what another has: there, pieces that begin between what was looked at have to be looked for, unless
+-- the record says that the place is rooted.
 
-local call, sub, byte = redis.call, string.sub, string.byte
+local call, sub, byte, match = redis.call, string.sub, string.byte, string.match
 local NAME, LASTS, CHUNK, BATCH = 16, 21, 42, 512
 
 local chain = ARGV[1]
@@ -27,26 +28,34 @@ local names = setmetatable({}, {
 local function shared(runs, head, position)
   local low, high = byte(head, 1, 2)
   local blocks = low + 256 * high
-  if position + blocks <= total and sub(head, -NAME) == names[position + blocks] then
-    return blocks
-  end
-  local chunk, most = 0, math.min(blocks, total - position)
-  while (chunk + 1) * CHUNK <= most do
-    local at = LASTS + chunk * NAME
-    if sub(head, at + 1, at + NAME) ~= names[position + (chunk + 1) * CHUNK] then
-      break
+  local most = total - position
+  if blocks <= most then
+    if sub(head, -NAME) == names[position + blocks] then
+      return blocks
     end
-    chunk = chunk + 1
+    most = blocks
   end
-  local before = chunk * CHUNK
-  local listed = before < most and call('HGET', runs, names[position + 1] .. string.char(chunk))
+  -- Whole chunks that are shared: `low`.
+  low, high = 0, math.floor(most / CHUNK)
+  while low < high do
+    local middle = math.floor((low + high + 1) / 2)
+    local at = LASTS + middle * NAME
+    if sub(head, at - NAME + 1, at) == names[position + middle * CHUNK] then
+      low = middle
+    else
+      high = middle - 1
+    end
+  end
+  local before = low * CHUNK
+  local listed = before < most and call('HGET', runs, names[position + 1] .. string.char(low))
   if not listed then
     return before
   end
+  position = position + before
   low, high = 0, math.min(CHUNK, most - before)
   while low < high do
-    local middle = math.ceil((low + high) / 2)
-    if sub(listed, (middle - 1) * NAME + 1, middle * NAME) == names[position + before + middle] then
+    local middle = math.floor((low + high + 1) / 2)
+    if sub(listed, (middle - 1) * NAME + 1, middle * NAME) == names[position + middle] then
       low = middle
     else
       high = middle - 1
@@ -56,14 +65,11 @@ local function shared(runs, head, position)
 end
 
 local function depth_of_one(runs)
-  local depth = 0
-  while depth < total do
-    local head = call('HGET', runs, names[depth + 1])
-    local blocks = head and shared(runs, head, depth) or 0
-    if blocks == 0 then
-      break
-    end
+  local head, depth = call('HGET', runs, names[1]), 0
+  while head do
+    local blocks = shared(runs, head, depth)
     depth = depth + blocks
+    head = blocks > 0 and depth < total and call('HGET', runs, names[depth + 1])
   end
   return depth
 end
@@ -71,21 +77,26 @@ end
 -- Several places: what each has of the chain, as far as it was asked for. `scanned` blocks have been looked at; `starts`
 -- and `stops` bound the stretches found.
 
-local function slice(from, upto)
-  local asked = {}
-  for position = from, upto do
-    asked[#asked + 1] = names[position]
-  end
-  return asked
-end
+local listed = 0 -- so many of the names are in their table
 
 local function scan(place, position)
+  if place.rooted and place.scanned == 0 then
+    place.scanned = total
+    local depth = depth_of_one(place.runs)
+    if depth > 0 then
+      place.starts[1], place.stops[1] = 0, depth
+    end
+  end
   while place.scanned <= position do
     local from = place.scanned
     local upto = math.min(position, from + BATCH - 1)
-    local heads = call('HMGET', place.runs, unpack(slice(from + 1, upto + 1)))
+    for number = listed + 1, upto + 1 do
+      listed = names[number] and number
+    end
+    local heads = call('HMGET', place.runs, unpack(names, from + 1, upto + 1))
     place.scanned = upto + 1
-    for offset, head in ipairs(heads) do
+    for offset = 1, #heads do
+      local head = heads[offset]
       if head then
         local start = from + offset - 1
         local stop = start + shared(place.runs, head, start)
@@ -125,46 +136,45 @@ local function layered_depth(place, places)
   return #place.starts > 0 and place.starts[1] < depth and depth or 0
 end
 
-local function depths_of(prefix, codes)
+local answer, found = {}, 0
+
+local function add(id, code, depth)
+  if depth > 0 then
+    answer[found + 1], answer[found + 2], answer[found + 3] = id, code, depth
+    found = found + 3
+  end
+end
+
+local function add_layers(id, prefix, codes, rooted)
   local places = {}
   for number = 1, #codes do
     local layer = byte(codes, number) - 97
     places[number] = {
+      code = sub(codes, number, number),
       runs = prefix .. sub(codes, number, number),
       tier = math.floor(layer / 4),
       fidelity = layer % 4,
+      rooted = string.find(rooted, sub(codes, number, number), 1, true),
       scanned = 0,
       starts = {},
       stops = {},
     }
   end
-  local found, depths = {}, {}
-  for number, place in ipairs(places) do
-    local depth = layered_depth(place, places)
-    if depth > 0 then
-      found[#found + 1], depths[#depths + 1] = sub(codes, number, number), depth
-    end
+  for _, place in ipairs(places) do
+    add(id, place.code, layered_depth(place, places))
   end
-  return table.concat(found), depths
 end
 
-local answer = {}
 for _, key in ipairs(KEYS) do
   local shard = sub(key, 1, -8) .. 'runs:'
   local records = call('HGETALL', key)
   for at = 1, #records, 2 do
     local id = records[at]
-    local codes = string.match(records[at + 1], '^%d+ %-?%d+ %-?%d+ (%l+)')
+    local codes, rooted = match(records[at + 1], '^%d+ %-?%d+ %-?%d+ (%l+) %d %-?%d+ ([%l-]+)')
     if codes and #codes == 1 then
-      local depth = depth_of_one(shard .. id .. ':' .. codes)
-      if depth > 0 then
-        answer[#answer + 1] = {id, codes, depth}
-      end
+      add(id, codes, depth_of_one(shard .. id .. ':' .. codes))
     elseif codes then
-      local found, depths = depths_of(shard .. id .. ':', codes)
-      if found ~= '' then
-        answer[#answer + 1] = {id, found, unpack(depths)}
-      end
+      add_layers(id, shard .. id .. ':', codes, rooted)
     end
   end
 end

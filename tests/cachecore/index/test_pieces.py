@@ -14,7 +14,7 @@ from cachecore.index.pieces import Label, PieceEdit, Pieces
 from cachecore.index.schema import PIECE_HEADER
 from tests.cachecore.index.histories import ROOT, History, chain_of, cut, name_at
 
-LABEL = Label(1, 8)
+LABEL = Label(1, 8, ROOT)
 BARE = Label(0, 0)
 
 
@@ -179,6 +179,42 @@ class TestEdits:
         assert [len(edit.names) // 16 for edit in bench.pieces.drain()] == [510, 90]
         assert bench.pieces.drop_oldest(4) == 6
         assert bench.pieces.blocks == 594
+
+
+class TestOrphans:
+    def test_a_place_of_whole_chains_has_none(self) -> None:
+        bench = Bench()
+        bench.store(chain_of(*range(1200)))
+        bench.store(Chain(cut(TEN, 0, 6) + chain_of(50, 51, parent=name_at(TEN, 6))))
+        assert (len(bench.pieces), bench.pieces.orphans) == (4, 0)
+
+    def test_blocks_that_come_before_those_they_follow(self) -> None:
+        bench = Bench()
+        bench.store(TEN, 7)
+        bench.store(TEN, 4, 6)
+        assert bench.pieces.orphans == 2
+        bench.store(TEN, 0, 4)
+        assert bench.pieces.orphans == 1
+        bench.store(TEN, 6, 7)
+        assert bench.pieces.orphans == 0
+        bench.tell()
+        bench.check()
+
+    def test_blocks_whose_beginning_is_gone(self) -> None:
+        bench = Bench()
+        branches = [chain_of(number, 51, parent=name_at(TEN, 6)) for number in (50, 60)]
+        for branch in branches:
+            bench.store(Chain(cut(TEN, 0, 6) + branch))
+        bench.remove(cut(TEN, 5, 6))
+        assert bench.pieces.orphans == 0
+        bench.remove(cut(TEN, 5, 6))
+        assert bench.pieces.orphans == 2
+        bench.remove(branches[0])
+        assert bench.pieces.orphans == 1
+        bench.tell()
+        bench.check()
+        bench.pieces.clear()
+        assert bench.pieces.orphans == 0
 
 
 class TestHandles:

@@ -113,8 +113,8 @@ class TestRecords:
     @pytest.mark.parametrize(
         ("record", "text"),
         [
-            (Record(Version(17, 4), None, b"", True), b"17 4 -1 - 1 -1"),
-            (Record(Version(17, -1), 2**63, b"ae", False, 12), b"17 -1 9223372036854775808 ae 0 12"),
+            (Record(Version(17, 4), None, b"", True), b"17 4 -1 - 1 -1 -"),
+            (Record(Version(17, -1), 2**63, b"ae", False, 12, b"e"), b"17 -1 9223372036854775808 ae 0 12 e"),
         ],
     )
     def test_text(self, record: Record, text: bytes) -> None:
@@ -125,13 +125,14 @@ class TestRecords:
         "text",
         [
             b"",
-            b"1 2 3 a 1",
-            b"1 2 3 z 1 0",
-            b"1 2 3 a 2 0",
-            b"1 2 3 a 1 0 ",
-            b"x 2 3 a 1 0",
-            b"-1 2 3 a 1 0",
-            b"1 2 3 a 1 -2",
+            b"1 2 3 a 1 0",
+            b"1 2 3 z 1 0 -",
+            b"1 2 3 a 1 0 z",
+            b"1 2 3 a 2 0 -",
+            b"1 2 3 a 1 0 - ",
+            b"x 2 3 a 1 0 -",
+            b"-1 2 3 a 1 0 -",
+            b"1 2 3 a 1 -2 -",
         ],
     )
     def test_what_is_no_record(self, text: bytes) -> None:
@@ -272,7 +273,7 @@ class TestPieces:
 
 
 class TestSnapshots:
-    RECORD = b"7 3 12 a 1 -1"
+    RECORD = b"7 3 12 a 1 -1 -"
 
     def test_parts(self) -> None:
         runs = [part for pair in piece().items() for part in pair]
@@ -287,7 +288,7 @@ class TestSnapshots:
         """A server that drops keys by itself leaves the record as it was."""
         runs = [part for pair in piece().items() for part in pair]
         further = [TEN[:16], b"2"]
-        record = b"7 3 12 a 1 %d" % (len(runs) // 2 + 1)
+        record = b"7 3 12 a 1 %d a" % (len(runs) // 2 + 1)
         assert decode_snapshot(record, [(b"a", runs, further)], []).copies
         for places in ([(b"a", [], further)], [(b"a", runs, [])], [(b"a", runs[:2], further)], []):
             with pytest.raises(ValueError, match="the server has lost a part of it"):
