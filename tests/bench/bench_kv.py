@@ -3,9 +3,9 @@
     PYTHONPATH=. .venv/bin/python tests/bench/bench_kv.py [--model DIR] [--json FILE] [--rounds N] [--threads N]
 
 The KV is of SmolLM2's shape (30 layers, 3 heads of 64) or, with --shape llama8b, of Llama-3-8B's (8 heads of 128), in
-bf16, more of it than the caches hold. A rate is bf16 bytes of keys and values a second; every figure is the best of its
-rounds, calls alternating. Decoding goes to another position, so keys are turned. `share` is of the plain copy's rate;
-of both directions together for codecs. `size` is bf16 bytes over payload bytes.
+bf16, more of it than the caches hold. A rate is bf16 bytes of keys and values a second, taken as `ropeway benchmark`
+takes it. Decoding goes to another position, so keys are turned. `share` is of the plain copy's rate, `size` is bf16
+bytes over payload bytes.
 
 With --model, also the time to a first token's logits when every passage of a prompt is cached at another position, in
 memory: turning keys, choosing and recomputing 15 %, propagation, the question; beside full prefill in steps of 512.
@@ -14,83 +14,40 @@ memory: turning keys, choosing and recomputing 15 %, propagation, the question; 
 import argparse
 import json
 import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cachecore.kv.codecs.contract import Origin
 from cachecore.kv.codecs.registry import CODECS
 from cachecore.kv.fuser.context import Passage, stitch
 from cachecore.kv.fuser.fuse import fuse
 from cachecore.kv.fuser.passes import extend
-from cachecore.kv.layout import LayerKv
-from cachecore.kv.rope import rope_table
-from cachecore.kv.variants import RopeConfig
+from workers.reference.benchmark import Shape, codec_figures, kv_seconds, least_seconds, rotation_rate
 from workers.reference.config import ModelConfig
 from workers.reference.model import KvTensors, LlamaModel, Segment
 from workers.reference.weights import load_weights
 
-SHAPES = {"smollm2": (30, 3, 64, 4096), "llama8b": (16, 8, 128, 1024)}
-"""Layers, key-value heads, head_dim, tokens."""
-SOURCE, TARGET = 1024, 8192
-BARS = {"i8": 0.15, "rotation": 0.25}
+SHAPES = {"smollm2": Shape(tokens=4096), "llama8b": Shape(layers=16, kv_heads=8, head_dim=128, tokens=1024)}
 
 
 def best(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
     """Least seconds of each call; all of them take turns."""
-    seconds = dict.fromkeys(calls, float("inf"))
-    for _ in range(rounds):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            seconds[name] = min(seconds[name], time.perf_counter() - start)
-    return seconds
+    return least_seconds({name: [call] for name, call in calls.items()}, rounds)
 
 
-def measure(shape: str, rounds: int) -> list[dict[str, Any]]:
-    layers, heads, dim, tokens = SHAPES[shape]
-    generator = torch.Generator().manual_seed(1)
-    stored = [LayerKv(*torch.randn(2, tokens, heads, dim, generator=generator).bfloat16()) for _ in range(layers)]
-    room = [LayerKv(torch.empty_like(kv.keys), torch.empty_like(kv.values)) for kv in stored]
-    table = rope_table(RopeConfig("default", 100_000.0, dim), TARGET + tokens)
-    shift = table.shift(SOURCE, TARGET, tokens, heads)
-    encoded = {
-        name: [codec.encode(kv, Origin(layer, layers, SOURCE), table) for layer, kv in enumerate(stored)]
-        for name, codec in CODECS.items()
-    }
-
-    def copy() -> None:
-        for source, target in zip(stored, room, strict=True):
-            target.keys.copy_(source.keys)
-            target.values.copy_(source.values)
-
-    def rotate() -> None:
-        for source, target in zip(stored, room, strict=True):
-            shift.turn(source.keys, target.keys)
-            target.values.copy_(source.values)
-
-    def encode(name: str) -> Callable[[], object]:
-        return lambda: [
-            CODECS[name].encode(kv, Origin(layer, layers, SOURCE), table) for layer, kv in enumerate(stored)
-        ]
-
-    def decode(name: str) -> Callable[[], object]:
-        return lambda: [CODECS[name].decode(payload, facts, TARGET, table) for payload, facts in encoded[name]]
-
-    calls: dict[str, Callable[[], object]] = {"copy": copy, "rotation": rotate}
-    for name in CODECS:
-        calls |= {f"{name} encode": encode(name), f"{name} decode": decode(name)}
-    seconds = best(calls, rounds)
-    size = 2 * layers * tokens * heads * dim * 2
-    rows = [row(name, seconds[name], seconds["copy"], size, 1.0) for name in ("copy", "rotation")]
-    for name in CODECS:
-        ways = (seconds[f"{name} encode"], seconds[f"{name} decode"])
-        payload = sum(one.payload.nbytes for one in encoded[name])
-        both = row(name, sum(ways), seconds["copy"], size, size / payload)
-        rows.append(both | {"encode_gb_s": size / ways[0] / 1e9, "decode_gb_s": size / ways[1] / 1e9})
+def measure(name: str, rounds: int) -> list[dict[str, Any]]:
+    shape = SHAPES[name]
+    seconds = kv_seconds(shape, rounds)
+    figures = codec_figures(shape, seconds, {}, dict.fromkeys(CODECS, 0.0))
+    rotation = rotation_rate(shape, seconds)
+    rows = [{"name": "rotation", "gb_s": rotation.gb_per_second, "share": rotation.share, "bar": rotation.bar}]
+    for codec in figures:
+        for way in ("encode", "decode"):
+            rate, share = getattr(codec, f"{way}_gb_per_second"), getattr(codec, f"{way}_share")
+            one = {"name": f"{codec.codec} {way}", "gb_s": rate, "share": share, "bar": codec.share_bar}
+            rows.append(one | {"size_ratio": codec.size_ratio})
     return rows
 
 
@@ -134,15 +91,10 @@ def fusing_row(model: LlamaModel, tokens: int, rounds: int) -> dict[str, Any]:
     return {"tokens": len(context), **{f"{name}_s": value for name, value in seconds.items()}}
 
 
-def row(name: str, seconds: float, copy_seconds: float, size: int, ratio: float) -> dict[str, Any]:
-    return {"name": name, "gb_s": size / seconds / 1e9, "share_of_copy": copy_seconds / seconds, "size_ratio": ratio}
-
-
 def show(one: dict[str, Any]) -> str:
-    ways = f"  encode {one['encode_gb_s']:.2f}, decode {one['decode_gb_s']:.2f} GB/s" if "encode_gb_s" in one else ""
-    bar = f"  (bar {BARS[one['name']]:.0%})" if one["name"] in BARS else ""
-    name, share = one["name"], one["share_of_copy"]
-    return f"{name:9} {one['gb_s']:7.2f} GB/s  {share:6.1%} of a copy  size {one['size_ratio']:.2f}x{ways}{bar}"
+    bar = f"  (bar {one['bar']:.0%})" if one["bar"] else ""
+    size = f"  size {one['size_ratio']:.2f}x" if "size_ratio" in one else ""
+    return f"{one['name']:12} {one['gb_s']:7.2f} GB/s  {one['share']:6.1%} of a copy{size}{bar}"
 
 
 def main() -> None:

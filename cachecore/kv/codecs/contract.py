@@ -29,8 +29,6 @@ class KvFacts:
 
     codec: str
     layer: int
-    layers: int
-    """Of the model: some codecs spare its first and last."""
     position: int
     """Where the first token stood when its KV was computed; the others follow it."""
     tokens: int
@@ -43,10 +41,8 @@ class KvFacts:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise CodecError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
-        if min(self.position, self.tokens, self.kv_heads, self.head_dim, self.value_dim) < 0:
-            raise CodecError("a frame's position and shape are not negative")
-        if not 0 <= self.layer < self.layers:
-            raise CodecError(f"layer {self.layer} of {self.layers}")
+        if min(self.layer, self.position, self.tokens, self.kv_heads, self.head_dim, self.value_dim) < 0:
+            raise CodecError("a frame's layer, position and shape are not negative")
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -60,10 +56,9 @@ class KvFacts:
 
 
 class Origin(NamedTuple):
-    """Where KV comes from: a layer of a model, and the position of its first token."""
+    """Where KV comes from: a layer, and the position of its first token."""
 
     layer: int
-    layers: int
     position: int
 
 
@@ -88,7 +83,7 @@ class Codec(Protocol):
         ...
 
     def decode(
-        self, payload: "bytes | bytearray | memoryview", facts: KvFacts, position: int, rope: RopeTable | None
+        self, payload: bytes | bytearray | memoryview, facts: KvFacts, position: int, rope: RopeTable | None
     ) -> LayerKv:
         """The KV at `position`, in the engine's dtype. May share the payload's memory. Raises CodecError."""
         ...

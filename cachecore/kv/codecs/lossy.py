@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cachecore.kv import kernels
 from cachecore.kv.codecs.contract import (
     CodecError,
     Encoded,
@@ -26,6 +27,7 @@ from cachecore.kv.rope import RopeRows, RopeTable, turn_pairs
 from cachecore.kv.slicing import slices
 
 _ALIGNMENT = 8
+_SINK_TOKENS = 4
 _HOST = torch.device("cpu")
 
 
@@ -41,30 +43,20 @@ class _Stretch(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Protection:
-    """What a coarse codec keeps finer: the model's outer layers, and attention's sinks."""
-
-    quantizer: Quantizer
-    outer_layers: int
-    """Spared at each end of the model."""
-    sink_tokens: int
-    """Spared where the KV was computed at positions 0, 1, ...: what every later token attends to."""
-
-
-@dataclass(frozen=True, slots=True)
 class LossyCodec:
-    """See the module's opening."""
+    """See the module's opening. `sinks` is for KV computed at positions 0 to 3, which every later token attends to."""
 
     name: str
-    quantizer: Quantizer
-    protection: Protection | None = None
+    keys: Quantizer
+    values: Quantizer
+    sinks: Quantizer
 
     def payload_bytes(self, facts: KvFacts) -> int:
         return sum(
             _padded(count * facts.kv_heads * quantizer.scales * SCALE_BYTES)
             + _padded(count * facts.kv_heads * _code_bytes(quantizer, dim))
-            for dim in (facts.head_dim, facts.value_dim)
-            for quantizer, count in self._plan(facts, dim)
+            for dim, part in self._plan(facts)
+            for quantizer, count in part
         )
 
     def encode(self, kv: LayerKv, origin: Origin, rope: RopeTable | None) -> Encoded:
@@ -84,34 +76,25 @@ class LossyCodec:
             raise CodecError(f"{self.name} cannot read {facts.codec}")
         flat = bytes_of(payload, self.payload_bytes(facts))
         rows = _turns(rope, None, position, facts)
-        decoded = []
-        for dim, turns, stretches in zip(
-            (facts.head_dim, facts.value_dim), (rows, None), self._parts(facts, flat), strict=True
-        ):
-            out = torch.empty((facts.tokens, facts.kv_heads, dim), dtype=facts.torch_dtype)
+        dtype = facts.torch_dtype
+        decoded = [torch.empty((facts.tokens, facts.kv_heads, dim), dtype=dtype) for dim, _ in self._plan(facts)]
+        for out, turns, stretches in zip(decoded, (rows, None), self._parts(facts, flat), strict=True):
             for stretch in stretches:
                 _decode_stretch(out, turns, stretch)
-            decoded.append(out)
         return LayerKv(*decoded)
 
-    def _plan(self, facts: KvFacts, dim: int) -> Sequence[tuple[Quantizer, int]]:
-        """Quantizers and how many tokens each takes, in order."""
-        if not dim:
-            return ()
-        protection = self.protection
-        if protection is None:
-            return ((self.quantizer, facts.tokens),)
-        if not protection.outer_layers <= facts.layer < facts.layers - protection.outer_layers:
-            return ((protection.quantizer, facts.tokens),)
-        spared = min(max(protection.sink_tokens - facts.position, 0), facts.tokens)
-        return ((protection.quantizer, spared), (self.quantizer, facts.tokens - spared))
+    def _plan(self, facts: KvFacts) -> Iterator[tuple[int, Sequence[tuple[Quantizer, int]]]]:
+        """For keys, then values: their dimensions, and quantizers with how many tokens each takes, in order."""
+        spared = min(max(_SINK_TOKENS - facts.position, 0), facts.tokens)
+        for dim, quantizer in ((facts.head_dim, self.keys), (facts.value_dim, self.values)):
+            yield dim, ((self.sinks, spared), (quantizer, facts.tokens - spared)) if dim else ()
 
     def _parts(self, facts: KvFacts, payload: Tensor) -> Iterator[Sequence[_Stretch]]:
         """The stretches of keys and of values as views of a payload."""
         offset = 0
-        for dim in (facts.head_dim, facts.value_dim):
+        for dim, part in self._plan(facts):
             stretches, start = [], 0
-            for quantizer, count in self._plan(facts, dim):
+            for quantizer, count in part:
                 shape = (count, facts.kv_heads)
                 scales, offset = _take(payload, offset, (*shape, quantizer.scales * SCALE_BYTES))
                 codes, offset = _take(payload, offset, (*shape, _code_bytes(quantizer, dim)))
@@ -128,23 +111,27 @@ def _turns(rope: RopeTable | None, source: int | None, target: int | None, facts
 @torch.inference_mode()
 def _encode_stretch(part: Tensor, rows: RopeRows | None, stretch: _Stretch) -> None:
     part = part[stretch.tokens]
+    rows = None if rows is None else rows.of(stretch.tokens)
+    if kernels.quantize(stretch.quantizer.kernel, part, rows, stretch.codes, stretch.scales):
+        return
     for some in slices(part):
         vectors = part[some].to(device=_HOST, dtype=torch.float32, copy=True)
         if rows is not None:
-            tokens = slice(stretch.tokens.start + some.start, stretch.tokens.start + some.stop)
-            turn_pairs(vectors, rows, tokens)
+            turn_pairs(vectors, rows, some)
         stretch.quantizer.quantize(vectors, stretch.codes[some], stretch.scales[some])
 
 
 @torch.inference_mode()
 def _decode_stretch(out: Tensor, rows: RopeRows | None, stretch: _Stretch) -> None:
     out = out[stretch.tokens]
+    rows = None if rows is None else rows.of(stretch.tokens)
+    if kernels.dequantize(stretch.quantizer.kernel, stretch.codes, stretch.scales, rows, out):
+        return
     for some in slices(out):
         vectors = torch.empty(out[some].shape, dtype=torch.float32)
         stretch.quantizer.dequantize(stretch.codes[some], stretch.scales[some], vectors)
         if rows is not None:
-            tokens = slice(stretch.tokens.start + some.start, stretch.tokens.start + some.stop)
-            turn_pairs(vectors, rows, tokens)
+            turn_pairs(vectors, rows, some)
         out[some].copy_(vectors)
 
 

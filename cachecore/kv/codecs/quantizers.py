@@ -16,6 +16,7 @@ _ROUND_UP = 1 + 2**-8
 """A scale is rounded to 8 significant bits: grown by this much before, it never ends below what was wanted."""
 _TINY = 1e-30
 """Smaller magnitudes become zeros: no scale is zero, and none has an infinite inverse."""
+_RANGES = (1.0, 0.96, 0.92)
 _LLOYD_MAX_3 = (0.2451, 0.7560, 1.3439, 2.1520)
 """Optimal 3-bit levels for a unit normal, positive half (Max 1960, table I)."""
 _BOUNDS = tuple((low + high) / 2 for low, high in pairwise(_LLOYD_MAX_3))
@@ -35,6 +36,11 @@ class Quantizer(Protocol):
         """Scales of a vector."""
         ...
 
+    @property
+    def kernel(self) -> int:
+        """Its twin in `cachecore.kv.native`."""
+        ...
+
     def code_bytes(self, dim: int) -> int:
         """Raises ValueError for a width that it does not take."""
         ...
@@ -50,6 +56,7 @@ class Int8:
     """Symmetric: 255 levels up to the largest magnitude."""
 
     scales = 1
+    kernel = 0
 
     def code_bytes(self, dim: int) -> int:
         return dim
@@ -66,6 +73,7 @@ class Float8:
     """E4M3, scaled to its largest number: unscaled casts clip outliers without a word."""
 
     scales = 1
+    kernel = 1
 
     def code_bytes(self, dim: int) -> int:
         return dim
@@ -79,28 +87,31 @@ class Float8:
 
 
 class HadamardInt4:
-    """Spread by a Hadamard transform, then 16 even levels from the least to the largest (SAW-INT4, arXiv 2604.19157).
+    """Spread by a Hadamard transform, then 16 even levels over its range or less (SAW-INT4, arXiv 2604.19157).
 
-    Scales: the least, and the step. Two codes a byte, the first of the lower half beside the first of the upper.
+    Of three ranges the one with the least error is taken: giving up the outermost numbers makes the steps finer.
+    Scales: the lowest level, and the step. Two codes a byte, the first of the lower half beside the first of the upper.
     """
 
     scales = 2
+    kernel = 2
 
     def code_bytes(self, dim: int) -> int:
         if dim % 2:
-            raise ValueError(f"i4h packs pairs: {dim} dimensions are odd")
+            raise ValueError(f"4-bit codes are packed in pairs: {dim} dimensions are odd")
         return dim // 2
 
     def quantize(self, vectors: Tensor, codes: Tensor, scales: Tensor) -> None:
         spread = vectors @ hadamard(vectors.shape[-1])
-        least = spread.amin(-1, keepdim=True)
-        least = (least - least.abs() * (_ROUND_UP - 1)).bfloat16()
-        width = (spread.amax(-1, keepdim=True) - least.float()).clamp_min_(_TINY)
-        step = (width * (_ROUND_UP / 15)).bfloat16()
-        torch.cat((least, step), -1, out=scales)
-        spread.sub_(least).mul_(step.float().reciprocal_()).round_().clamp_(0, 15)
-        low, high = spread.to(torch.uint8).chunk(2, -1)
-        torch.bitwise_or(low, high << 4, out=codes)
+        low, high = spread.amin(-1, keepdim=True), spread.amax(-1, keepdim=True)
+        middle, width = (low + high) / 2, (high - low).clamp_min_(_TINY)
+        grids = [((middle - width * (share / 2)).bfloat16(), (width * (share / 15)).bfloat16()) for share in _RANGES]
+        errors = [(_on_grid(spread, *grid).sub_(spread)).square_().sum(-1, keepdim=True) for grid in grids]
+        best = torch.cat(errors, -1).argmin(-1, keepdim=True)
+        lowest, step = (torch.cat(part, -1).gather(-1, best) for part in zip(*grids, strict=True))
+        torch.cat((lowest, step), -1, out=scales)
+        chosen_low, chosen_high = _grid_codes(spread, lowest, step).to(torch.uint8).chunk(2, -1)
+        torch.bitwise_or(chosen_low, chosen_high << 4, out=codes)
 
     def dequantize(self, codes: Tensor, scales: Tensor, vectors: Tensor) -> None:
         low, high = vectors.chunk(2, -1)
@@ -108,6 +119,15 @@ class HadamardInt4:
         high.copy_(codes >> 4)
         vectors.mul_(scales[..., 1:]).add_(scales[..., :1])
         vectors.copy_(vectors @ hadamard(vectors.shape[-1]))
+
+
+def _grid_codes(spread: Tensor, lowest: Tensor, step: Tensor) -> Tensor:
+    """The nearest of 16 levels, as fp32."""
+    return (spread - lowest).mul_(step.float().reciprocal_()).round_().clamp_(0, 15)
+
+
+def _on_grid(spread: Tensor, lowest: Tensor, step: Tensor) -> Tensor:
+    return _grid_codes(spread, lowest, step).mul_(step).add_(lowest)
 
 
 class HadamardLloydMax3:
@@ -119,6 +139,7 @@ class HadamardLloydMax3:
     """
 
     scales = 1
+    kernel = 3
 
     def code_bytes(self, dim: int) -> int:
         if dim % 8:

@@ -37,5 +37,6 @@ class RawCodec:
 
 
 def _shapes(facts: KvFacts) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Of keys, and of values."""
     shape = (facts.tokens, facts.kv_heads)
     return (*shape, facts.head_dim), (*shape, facts.value_dim)

