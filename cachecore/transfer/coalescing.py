@@ -29,7 +29,7 @@ class CoalescingTransport:
                 return Failed(Reason.DEADLINE, expectation.layers.first, "waiting for another pull of the same run")
             outcome = running.result()
             if outcome is not None:
-                return outcome._replace(shared=True) if isinstance(outcome, Fetched) else outcome
+                return _shared(outcome, expectation)
         return await self._lead(key, pull, expectation, sink, deadline)
 
     async def _lead(self, key: Hashable, pull: Pull, expectation: Expectation, sink: Sink, deadline: float) -> Outcome:
@@ -43,6 +43,16 @@ class CoalescingTransport:
         finally:
             del self._running[key]
             running.set_result(shared)
+
+
+def _shared(outcome: Outcome, expectation: Expectation) -> Outcome:
+    """What the other pull's outcome is to one whose sink has seen nothing."""
+    match outcome:
+        case Fetched():
+            return outcome._replace(shared=True)
+        case Failed():
+            return outcome._replace(layer=expectation.layers.first)
+    return outcome
 
 
 def _key(pull: Pull, expectation: Expectation) -> Hashable:

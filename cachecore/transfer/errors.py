@@ -6,6 +6,7 @@ TransferError              knows its reason; its message is fit for an operator
 ├── CapabilityError        a capability that does not parse, authenticate, or hold here and now
 ├── PlanError              a plan that does not parse, or says something else than its capability
 ├── WireError              a message out of place, or a connection that ended
+├── EngineUnavailable      an engine behind a transport that is not there or does not start (`engines.contract`)
 └── Unserved               raised by a `Source`: it does not serve this, or cannot go on
 """
 

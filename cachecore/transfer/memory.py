@@ -6,14 +6,20 @@ a few megabytes back between two frames pays that for every one of them: a third
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import numpy
 
 Allocate = Callable[[int], memoryview]
 """Writable bytes of that length, whatever they contain. A worker may hand in one that gives pinned memory."""
 
-_REFERENCES = 3
-"""To an array that only the list, the loop's variable and the call of `getrefcount` itself refer to."""
+
+def _references(objects: list[Any], index: int) -> int:
+    return sys.getrefcount(objects[index])
+
+
+_UNSEEN = _references([object()], 0)
+"""How many there are to what only a list refers to. Counted and not known: interpreters differ."""
 
 
 def fresh(size: int) -> memoryview:
@@ -31,10 +37,10 @@ class RecycledMemory:
         self._arrays: list[numpy.ndarray[tuple[int], numpy.dtype[numpy.uint8]]] = []
 
     def __call__(self, size: int) -> memoryview:
-        for array in self._arrays:
+        for index in range(len(self._arrays)):
             # Every memoryview, slice or tensor over it holds a reference.
-            if size <= len(array) <= 2 * size and sys.getrefcount(array) == _REFERENCES:
-                return array.data[:size]
+            if size <= len(self._arrays[index]) <= 2 * size and _references(self._arrays, index) == _UNSEEN:
+                return self._arrays[index].data[:size]
         made = numpy.empty(size, numpy.uint8)
         self._arrays.append(made)
         while sum(map(len, self._arrays)) > self._kept_bytes_max:

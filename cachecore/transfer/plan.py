@@ -32,6 +32,9 @@ from cachecore.transfer.errors import PlanError, Reason
 
 PARAMETER = "ropeway"
 """The key in `kv_transfer_params`."""
+FRACTION_PARAMETER = "ropeway_recompute_fraction"
+"""Another: how many of its passages' tokens a prompt recomputes, 0..1. Not signed: what is repaired is the prompt's
+own, and exact KV is never made of it."""
 DEADLINE_SECONDS_MAX = 600.0
 ADDRESSES_MAX = 8
 

@@ -1,6 +1,7 @@
 """Frames over loopback beside plain sockets in the same run, and pulls of small runs.
 
     PYTHONPATH=. .venv/bin/python tests/bench/bench_transfer.py [--json FILE] [--rounds N] [--loop asyncio|uvloop]
+        [--wire tcp|nixl|mooncake]      (the last two in .venv-transports, which `make test-transports` makes)
 
 Source and puller are processes of their own. `plain` is the same layers through blocking sockets, received into the
 same memory one after the other: what the kernel moves when nothing else is done. `frames` are whole pulls:
@@ -36,9 +37,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from cachecore.transfer.frames import PIECE_BYTES, Frame
 from cachecore.transfer.header import Span
+from cachecore.transfer.tcp.channel import TcpWire, Wire
 from cachecore.transfer.tcp.client import ClientSettings, TcpTransport
 from cachecore.transfer.tcp.server import TcpServer
 from cachecore.transfer.transport import Draft, Fetched, Request
+from cachecore.transfer.wires import ENGINES, make_wire
 from tests.cachecore.transfer.world import EXPECTATION, HEADER, KEYRING, SOURCE, make_plan, make_pull
 
 BAR = 0.5
@@ -78,9 +81,13 @@ class Discard:
         pass
 
 
-def run_source(sizes: list[int], pipe: Any, loop: str) -> None:
+def wire_of(name: str) -> Wire:
+    return TcpWire() if name == "tcp" else make_wire(name, KEYRING, "127.0.0.1")
+
+
+def run_source(sizes: list[int], pipe: Any, loop: str, wire: str = "tcp") -> None:
     async def serve() -> None:
-        server = TcpServer(MemoryHolder(sizes), KEYRING)
+        server = TcpServer(MemoryHolder(sizes), KEYRING, wire=wire_of(wire))
         await server.start()
         pipe.send(server.address)
         while not pipe.poll():
@@ -125,9 +132,7 @@ async def pull_seconds(transport: TcpTransport, address: str, size: int, layers_
     return seconds
 
 
-async def transfers(address: str, pid: int, rounds: int, streams: int) -> list[dict[str, Any]]:
-    transport = TcpTransport(KEYRING, ClientSettings(streams=streams, stall_seconds=30))
-
+async def transfers(transport: TcpTransport, address: str, pid: int, rounds: int) -> list[dict[str, Any]]:
     async def row(name: str, size: int, count: int) -> dict[str, Any]:
         return await transfer(lambda: pull_seconds(transport, address, size, count), pid, name, size, rounds)
 
@@ -186,8 +191,7 @@ async def transfer(
     }
 
 
-async def small_pulls(address: str, rounds: int) -> dict[str, float]:
-    transport = TcpTransport(KEYRING, ClientSettings(stall_seconds=30))
+async def small_pulls(transport: TcpTransport, address: str, rounds: int) -> dict[str, float]:
     figures = {}
     for name, size in SMALL_BYTES.items():
         seconds = sorted([await pull_seconds(transport, address, size) for _ in range(rounds * 20)])
@@ -232,19 +236,30 @@ def run(work: Any, loop: str) -> Any:
         return runner.run(work)
 
 
-def measure(rounds: int, loop: str, streams: int) -> dict[str, Any]:
+def measure(rounds: int, loop: str, streams: int, wire: str = "tcp") -> dict[str, Any]:
     ours, theirs = multiprocessing.Pipe()
     sizes = [*(size for size, _ in RUNS.values()), *SMALL_BYTES.values()]
-    process = multiprocessing.get_context("spawn").Process(target=run_source, args=(sizes, theirs, loop))
+    process = multiprocessing.get_context("spawn").Process(target=run_source, args=(sizes, theirs, loop, wire))
     process.start()
     address = ours.recv()
     try:
-        rows = run(transfers(address, process.pid or 0, rounds, streams), loop)
-        small = run(small_pulls(address, rounds), loop)
+        # Kept connections belong to a loop, so there is a transport for each.
+        settings, wires = ClientSettings(streams=streams, stall_seconds=30, connect_seconds=10), [wire_of(wire)]
+        transport = TcpTransport(KEYRING, settings, wires=wires)
+        rows = run(transfers(transport, address, process.pid or 0, rounds), loop)
+        transport = TcpTransport(KEYRING, settings, wires=wires)
+        small = run(small_pulls(transport, address, rounds), loop)
     finally:
         ours.send("stop")
         process.join()
-    return {"loop": loop, "streams": streams, "transfers": rows, "small": small, "mac_gb_per_second": macs()}
+    return {
+        "wire": wire,
+        "loop": loop,
+        "streams": streams,
+        "transfers": rows,
+        "small": small,
+        "mac_gb_per_second": macs(),
+    }
 
 
 def main() -> None:
@@ -253,8 +268,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--loop", choices=("asyncio", "uvloop"), default="asyncio")
     parser.add_argument("--streams", type=int, default=1)
+    parser.add_argument("--wire", choices=("tcp", *ENGINES), default="tcp")
     arguments = parser.parse_args()
-    figures = measure(arguments.rounds, arguments.loop, arguments.streams)
+    figures = measure(arguments.rounds, arguments.loop, arguments.streams, arguments.wire)
     for row in figures["transfers"]:
         met = "" if row["share"] >= BAR else f"  below {BAR:.0%}"
         rates = f"plain {row['plain_gb_per_second']:6.2f} GB/s   frames {row['frames_gb_per_second']:6.2f} GB/s"

@@ -1,5 +1,7 @@
 """A byte stream between two workers: plain sockets, which copy nothing in this process, or TLS.
 
+A `Wire` makes channels: `TcpWire` those of this module, `cachecore.transfer.engines` others.
+
 Plain sockets are used as they are, not through asyncio's transports: these take one read per turn of the loop, and
 copy what the kernel does not take at once. A channel gives way to the loop after YIELD_BYTES, since a socket that is
 always ready would never let anybody else run.
@@ -7,18 +9,25 @@ always ready would never let anybody else run.
 
 import asyncio
 import contextlib
+import select
 import socket
 import ssl
 from collections.abc import Sequence
 from typing import Protocol
 
 from cachecore.transfer.errors import Reason, WireError
-from cachecore.transfer.frames import Buffer
+from cachecore.transfer.frames import HEAD_BYTES_MAX, PIECE_BYTES, Buffer
 
 YIELD_BYTES = 2 << 20
+_ENDED = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
 class Channel(Protocol):
+    @property
+    def batch_bytes(self) -> int:
+        """What is best sent at a time."""
+        ...
+
     async def receive_into(self, room: memoryview) -> int:
         """How many bytes came, at least one. Raises WireError(CLOSED)."""
         ...
@@ -31,8 +40,29 @@ class Channel(Protocol):
         """Whether it is up and nothing has come that nobody waited for, as far as can be told without waiting."""
         ...
 
+    def has_ended(self) -> bool:
+        """Whether the other side has closed it, as far as can be told without waiting."""
+        ...
+
     def close(self) -> None:
         """At once; what was not sent is lost."""
+        ...
+
+
+class Wire(Protocol):
+    """How channels come to be. One may serve and pull."""
+
+    @property
+    def scheme(self) -> str:
+        """What addresses in a plan begin with."""
+        ...
+
+    async def connect(self, host: str, port: int) -> Channel:
+        """Raises OSError."""
+        ...
+
+    async def accepted(self, connection: socket.socket) -> Channel:
+        """The channel of a connection that a listener took. Raises OSError."""
         ...
 
 
@@ -53,6 +83,8 @@ async def receive_exactly(channel: Channel, size: int) -> bytes:
 
 
 class PlainChannel:
+    batch_bytes = PIECE_BYTES + HEAD_BYTES_MAX
+
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -105,6 +137,13 @@ class PlainChannel:
             return False
         return False  # its end, or bytes out of turn
 
+    def has_ended(self) -> bool:
+        if self._socket.fileno() < 0:
+            return True
+        poll = select.poll()
+        poll.register(self._socket, _ENDED)
+        return bool(poll.poll(0))
+
     def close(self) -> None:
         # Not close() alone: a reader in another thread or a forked process would keep the connection up.
         with contextlib.suppress(OSError):  # the other side may have been quicker
@@ -117,6 +156,8 @@ class PlainChannel:
 
 
 class TlsChannel:
+    batch_bytes = PIECE_BYTES + HEAD_BYTES_MAX
+
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
@@ -140,39 +181,46 @@ class TlsChannel:
             raise _broken(error) from error
 
     def is_quiet(self) -> bool:
-        return not (self._reader.at_eof() or self._writer.is_closing())
+        return not self.has_ended()
+
+    def has_ended(self) -> bool:
+        return self._reader.at_eof() or self._writer.is_closing()
 
     def close(self) -> None:
         self._writer.transport.abort()
 
 
-async def connect(host: str, port: int, tls: ssl.SSLContext | None) -> Channel:
-    """Raises OSError."""
-    if tls is not None:
-        return TlsChannel(*await asyncio.open_connection(host, port, ssl=tls, limit=YIELD_BYTES))
-    loop = asyncio.get_running_loop()
-    error: OSError = OSError(f"{host} has no address")
-    for family, kind, protocol, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        connection = socket.socket(family, kind, protocol)
-        try:
-            connection.setblocking(False)
-            await loop.sock_connect(connection, address)
+class TcpWire:
+    scheme = "tcp"
+
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
+        """`tls` of a client or of a server, by what the wire is for."""
+        self._tls = tls
+
+    async def connect(self, host: str, port: int) -> Channel:
+        if self._tls is not None:
+            return TlsChannel(*await asyncio.open_connection(host, port, ssl=self._tls, limit=YIELD_BYTES))
+        loop = asyncio.get_running_loop()
+        error: OSError = OSError(f"{host} has no address")
+        for family, kind, protocol, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            connection = socket.socket(family, kind, protocol)
+            try:
+                connection.setblocking(False)
+                await loop.sock_connect(connection, address)
+                return PlainChannel(connection)
+            except OSError as failure:
+                connection.close()
+                error = failure
+            except BaseException:
+                connection.close()
+                raise
+        raise error
+
+    async def accepted(self, connection: socket.socket) -> Channel:
+        if self._tls is None:
             return PlainChannel(connection)
-        except OSError as failure:
-            connection.close()
-            error = failure
-        except BaseException:
-            connection.close()
-            raise
-    raise error
-
-
-async def accepted(connection: socket.socket, tls: ssl.SSLContext | None) -> Channel:
-    """The channel of a connection that a listener took. Raises OSError."""
-    if tls is None:
-        return PlainChannel(connection)
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader(limit=YIELD_BYTES, loop=loop)
-    protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
-    transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection, ssl=tls)
-    return TlsChannel(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(limit=YIELD_BYTES, loop=loop)
+        protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+        transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection, ssl=self._tls)
+        return TlsChannel(reader, asyncio.StreamWriter(transport, protocol, reader, loop))

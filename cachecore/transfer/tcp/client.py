@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import re
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from cachecore.scope import Keyring
@@ -20,7 +20,7 @@ from cachecore.transfer.frames import Frame, FrameLimits, FrameReader
 from cachecore.transfer.header import FrameHeader, Span
 from cachecore.transfer.memory import Allocate, RecycledMemory
 from cachecore.transfer.plan import Pull
-from cachecore.transfer.tcp.channel import Channel, connect, receive_exactly
+from cachecore.transfer.tcp.channel import Channel, TcpWire, Wire, receive_exactly
 from cachecore.transfer.tcp.messages import (
     CHALLENGE_BYTES,
     MESSAGE_HEAD,
@@ -32,7 +32,7 @@ from cachecore.transfer.tcp.messages import (
 from cachecore.transfer.tcp.patience import Patience
 from cachecore.transfer.transport import Expectation, Failed, Fetched, Outcome, Refused, Sink, Wanted
 
-_ADDRESS = re.compile(r"tcp://(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):(\d{1,5})")
+_ADDRESS = re.compile(r"([a-z0-9+]+)://(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):(\d{1,5})")
 _LIMITS = FrameLimits()
 
 
@@ -42,7 +42,7 @@ class ClientSettings:
     """Connections that one pull shares. More than one pays where one TCP connection does not fill the link."""
     stall_seconds: float = 0.5
     """A source that sends nothing for so long is given up, whatever the deadline."""
-    connect_seconds: float = 0.25
+    connect_seconds: float = 0.5
     """For each address of a source."""
     idle_connections: int = 8
     """Kept for each source."""
@@ -66,12 +66,14 @@ class TcpTransport:
         settings: ClientSettings | None = None,
         *,
         tls: ssl.SSLContext | None = None,
+        wires: Sequence[Wire] = (),
         allocate: Allocate | None = None,
     ) -> None:
+        """Over TCP, with `tls` where given, and over other `wires`: of a plan's addresses, the first that takes one."""
         self.keyring = keyring
         self.allocate = allocate or RecycledMemory()
         self.settings = settings or ClientSettings()
-        self.links = _Links(self.settings, tls)
+        self.links = _Links(self.settings, (TcpWire(tls), *wires))
 
     async def fetch(self, pull: Pull, expectation: Expectation, sink: Sink, deadline: float) -> Outcome:
         loop = asyncio.get_running_loop()
@@ -229,10 +231,11 @@ class _Link:
 class _Links:
     """Connections to all sources, kept while nobody uses them."""
 
-    def __init__(self, settings: ClientSettings, tls: ssl.SSLContext | None) -> None:
+    def __init__(self, settings: ClientSettings, wires: Sequence[Wire]) -> None:
         self._settings = settings
-        self._tls = tls
+        self._wires = {wire.scheme: wire for wire in wires}
         self._idle: dict[str, list[_Link]] = {}
+        self._closed = False
 
     @contextlib.asynccontextmanager
     async def use(self, addresses: tuple[str, ...]) -> AsyncIterator[_Link]:
@@ -252,10 +255,8 @@ class _Links:
         self._keep(address, link)
 
     def close(self) -> None:
-        for links in self._idle.values():
-            for link in links:
-                link.channel.close()
-        self._idle.clear()
+        self._closed = True
+        self._sweep(float("inf"))
 
     async def _open(self, addresses: tuple[str, ...]) -> tuple[str, _Link]:
         problems = []
@@ -280,20 +281,29 @@ class _Links:
         return None
 
     def _keep(self, address: str, link: _Link) -> None:
-        links = self._idle.setdefault(address, [])
-        if len(links) >= self._settings.idle_connections:
+        now = asyncio.get_running_loop().time()
+        self._sweep(now)
+        if self._closed or len(self._idle.get(address, [])) >= self._settings.idle_connections:
             link.channel.close()
             return
-        link.expires_at = asyncio.get_running_loop().time() + self._settings.idle_seconds
-        links.append(link)
+        link.expires_at = now + self._settings.idle_seconds
+        self._idle.setdefault(address, []).append(link)
+
+    def _sweep(self, now: float) -> None:
+        """Sources that are gone are not asked again, so their connections have to be closed by whoever comes by."""
+        for address, links in list(self._idle.items()):
+            while links and links[0].expires_at <= now:
+                links.pop(0).channel.close()
+            if not links:
+                del self._idle[address]
 
     async def _dial(self, address: str) -> _Link:
         """Raises OSError, WireError, UnicodeError."""
         parts = _ADDRESS.fullmatch(address)
-        if parts is None or int(parts[3]) > 0xFFFF:
+        if parts is None or parts[1] not in self._wires or int(parts[4]) > 0xFFFF:
             raise WireError("not an address of this transport", Reason.UNREACHABLE)
-        six, name, port = parts.groups()
-        channel = await connect(six or name, int(port), self._tls)
+        scheme, six, name, port = parts.groups()
+        channel = await self._wires[scheme].connect(six or name, int(port))
         try:
             head = await receive_exactly(channel, MESSAGE_HEAD.size)
             MessageHead.decode(head, Kind.GREETING)

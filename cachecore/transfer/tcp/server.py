@@ -20,8 +20,8 @@ from itertools import chain
 from cachecore.scope import Keyring
 from cachecore.transfer.capability import Capability, check_proof, check_source, read_capability
 from cachecore.transfer.errors import FrameError, Reason, TransferError, Unserved, WireError
-from cachecore.transfer.frames import HEAD_BYTES_MAX, PIECE_BYTES, Buffer, FrameWriter, cut
-from cachecore.transfer.tcp.channel import Channel, accepted, receive_exactly
+from cachecore.transfer.frames import Buffer, FrameWriter, cut
+from cachecore.transfer.tcp.channel import Channel, TcpWire, Wire, receive_exactly
 from cachecore.transfer.tcp.messages import (
     CHALLENGE_BYTES,
     MESSAGE_HEAD,
@@ -35,7 +35,8 @@ from cachecore.transfer.transport import Draft, Request, Sealed, Source
 
 logger = logging.getLogger("ropeway.transfer")
 
-_BATCH_BYTES = PIECE_BYTES + HEAD_BYTES_MAX
+_BATCH_BUFFERS_MAX = 512
+"""Fewer than the kernel takes in one call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +77,14 @@ class TcpServer:
         settings: ServerSettings | None = None,
         *,
         tls: ssl.SSLContext | None = None,
+        wire: Wire | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        """Over TCP, with `tls` where given, or over another `wire`."""
         self.source = source
         self._keyring = keyring
         self.settings = settings or ServerSettings()
-        self._tls = tls
+        self._wire = wire or TcpWire(tls)
         self._clock = clock
         self.writer = FrameWriter(keyring.frame_key)
         self._listener: socket.socket | None = None
@@ -96,7 +99,7 @@ class TcpServer:
         if self._listener is None:
             raise RuntimeError("not started")
         host, port = self._listener.getsockname()[:2]
-        return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        return f"{self._wire.scheme}://[{host}]:{port}" if ":" in host else f"{self._wire.scheme}://{host}:{port}"
 
     async def start(self) -> None:
         """Listen. Raises OSError."""
@@ -134,7 +137,7 @@ class TcpServer:
         channel: Channel | None = None
         try:
             async with asyncio.timeout(self.settings.greeting_seconds):
-                channel = await accepted(connection, self._tls)
+                channel = await self._wire.accepted(connection)
             await _Conversation(self, channel).run()
         except TransferError as error:
             self.counts.broken[error.reason] += 1
@@ -208,13 +211,14 @@ class _Conversation:
     async def _refuse(self, reason: Reason, error: Exception) -> None:
         self._server.counts.refusals[reason] += 1
         logger.info("refused (%s): %s", reason, error)
-        await self._channel.send([MessageHead(Kind.REFUSED, 0, reason).encode()])
+        async with asyncio.timeout(self._server.settings.stall_seconds):
+            await self._channel.send([MessageHead(Kind.REFUSED, 0, reason).encode()])
 
     async def _serve(self, request: Request) -> None:
         counts = self._server.counts
         async with (
             contextlib.aclosing(self._server.source.serve(request)) as outgoing,
-            Patience(None, self._server.settings.stall_seconds) as patience,
+            Patience(None, self._server.settings.stall_seconds, self._channel.has_ended) as patience,
         ):
             patience.held = True
             async for frame in outgoing:
@@ -235,9 +239,26 @@ class _Conversation:
         else:
             sealing = self._server.writer.begin(frame.header)
             length, buffers = sealing.frame_bytes, chain([sealing.head], sealing.pieces(frame.parts))
-        for batch in _batches(chain([MessageHead(Kind.FRAME, length).encode()], buffers)):
-            await self._channel.send(batch)
-            patience.moved = True
+        try:
+            for batch in self._batches(chain([MessageHead(Kind.FRAME, length).encode()], buffers)):
+                await self._channel.send(batch)
+                patience.moved = True
+        except WireError:
+            raise
+        except Exception as error:  # the puller could not tell a refusal from the rest of the frame
+            raise WireError(f"a source's frame broke off: {error!r}", Reason.INTERNAL) from error
+
+    def _batches(self, buffers: Iterable[Buffer]) -> Iterator[list[Buffer]]:
+        """Buffers that go out together: small ones with their neighbours."""
+        batch: list[Buffer] = []
+        size, size_max = 0, self._channel.batch_bytes
+        for buffer in buffers:
+            if batch and (size + len(buffer) > size_max or len(batch) == _BATCH_BUFFERS_MAX):
+                yield batch
+                batch, size = [], 0
+            batch.append(buffer)
+            size += len(buffer)
+        yield batch
 
 
 def _check(frame: Draft | Sealed, capability: Capability) -> None:
@@ -250,16 +271,3 @@ def _check(frame: Draft | Sealed, capability: Capability) -> None:
         raise FrameError(f"a source gave {header} for {capability}", Reason.INTERNAL)
     if isinstance(frame, Draft) and sum(memoryview(part).nbytes for part in frame.parts) != header.payload_bytes:
         raise FrameError(f"a source gave parts of another length than {header} says", Reason.INTERNAL)
-
-
-def _batches(buffers: Iterable[Buffer]) -> Iterator[list[Buffer]]:
-    """Buffers that go out together: small ones with their neighbours."""
-    batch: list[Buffer] = []
-    size = 0
-    for buffer in buffers:
-        if batch and size + len(buffer) > _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append(buffer)
-        size += len(buffer)
-    yield batch

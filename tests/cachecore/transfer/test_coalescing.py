@@ -76,12 +76,18 @@ async def test_one_is_carried_out_for_all() -> None:
     assert await again == DONE
 
 
-@pytest.mark.parametrize("outcome", [Refused(Reason.STALE), Failed(Reason.CLOSED, 3, "gone")])
-async def test_a_failure_is_shared(outcome: Outcome) -> None:
+@pytest.mark.parametrize(
+    ("outcome", "others"),
+    [
+        (Refused(Reason.STALE), Refused(Reason.STALE)),
+        (Failed(Reason.CLOSED, 3, "gone"), Failed(Reason.CLOSED, 0, "gone")),  # nothing is in their sinks
+    ],
+)
+async def test_a_failure_is_shared(outcome: Outcome, others: Outcome) -> None:
     callers = Callers()
     tasks = [await callers.call() for _ in range(3)]
     callers.inner.pulls[0].set_result(outcome)
-    assert await asyncio.gather(*tasks) == [outcome] * 3
+    assert await asyncio.gather(*tasks) == [outcome, others, others]
 
 
 async def test_when_one_gives_up_another_carries_on() -> None:

@@ -6,8 +6,8 @@ import datetime
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from itertools import pairwise
 from pathlib import Path
@@ -24,13 +24,23 @@ from cachecore.transfer.frames import PIECE_BYTES
 from cachecore.transfer.header import Span
 from cachecore.transfer.tcp import channel
 from cachecore.transfer.tcp.client import ClientSettings, TcpTransport
-from cachecore.transfer.tcp.server import ServerSettings
-from cachecore.transfer.transport import Fetched, Outcome, Source, Transport
-from tests.cachecore.transfer.contract_suite import LONG_BYTES, Carrier, TransportSuite, is_whole, long_source
+from cachecore.transfer.tcp.server import ServerSettings, TcpServer
+from cachecore.transfer.transport import Draft, Fetched, Outcome, Request, Transport
+from tests.cachecore.transfer.contract_suite import (
+    LONG,
+    LONG_BYTES,
+    Carrier,
+    MortalCarrier,
+    SeparateSuite,
+    TransportSuite,
+    is_whole,
+)
+from tests.cachecore.transfer.processes import separate_carrier
 from tests.cachecore.transfer.serving import PATIENT, pull, serving
 from tests.cachecore.transfer.world import (
     ACME,
     EXPECTATION,
+    HEADER,
     KEYRING,
     LAYERS,
     RUN,
@@ -38,17 +48,39 @@ from tests.cachecore.transfer.world import (
     TARGET,
     ListSink,
     MemorySource,
+    Script,
+    ScriptedSource,
     layer_payload,
     make_plan,
     make_pull,
 )
 
 
+@dataclass
+class LocalServed:
+    server: TcpServer
+    source: ScriptedSource
+
+    @property
+    def address(self) -> str:
+        return self.server.address
+
+    async def requests(self) -> list[Request]:
+        return self.source.requests
+
+    async def freed(self) -> int:
+        return self.source.closed
+
+    async def stop(self) -> None:
+        await self.server.close()
+
+
 class TcpCarrier:
     @contextlib.asynccontextmanager
-    async def serve(self, source: Source, *, clock: Callable[[], float] = time.time) -> AsyncIterator[str]:
-        async with serving(source, clock=clock) as server:
-            yield server.address
+    async def serve(self, script: Script, *, clock_ahead_seconds: float = 0.0) -> AsyncIterator[LocalServed]:
+        source = script.source()
+        async with serving(source, clock=lambda: time.time() + clock_ahead_seconds) as server:
+            yield LocalServed(server, source)
 
     @contextlib.asynccontextmanager
     async def transport(
@@ -66,13 +98,25 @@ class TestTcp(TransportSuite):
         return TcpCarrier()
 
 
+@pytest.fixture(scope="module")
+def between_processes() -> Iterator[MortalCarrier]:
+    with separate_carrier() as carrier:
+        yield carrier
+
+
+class TestTcpBetweenProcesses(SeparateSuite):
+    @pytest.fixture
+    def carrier(self, between_processes: MortalCarrier) -> MortalCarrier:
+        return between_processes
+
+
 async def test_a_run_arrives_under_uvloop() -> None:
     def work() -> Outcome:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(there_and_back())
 
     async def there_and_back() -> Outcome:
-        async with serving(long_source()) as server:
+        async with serving(LONG.source()) as server:
             return await pull(server.address, settings=replace(PATIENT, streams=2))
 
     outcome = await asyncio.to_thread(work)
@@ -110,6 +154,50 @@ async def test_a_kept_connection_that_the_source_closed_is_not_used() -> None:
     async with serving(MemorySource(), ServerSettings(port=port)):
         assert is_whole(await transport.fetch(order, EXPECTATION, ListSink(), deadline))
     transport.close()
+
+
+async def test_connections_to_sources_that_are_gone_are_not_kept_for_ever() -> None:
+    transport = TcpTransport(KEYRING, replace(PATIENT, idle_seconds=0.01))
+    deadline = asyncio.get_running_loop().time() + 30
+    async with serving(MemorySource()) as first, serving(MemorySource()) as second:
+        for server in (first, second):
+            assert is_whole(
+                await transport.fetch(make_pull(make_plan(server.address)), EXPECTATION, ListSink(), deadline)
+            )
+            await asyncio.sleep(0.02)
+        assert list(transport.links._idle) == [second.address]
+    transport.close()
+    assert transport.links._idle == {}
+
+
+async def test_a_pull_that_ends_after_its_transport_was_closed_leaves_nothing_open() -> None:
+    gate = asyncio.Event()
+    source = MemorySource(before=lambda layer: gate.wait())
+    transport = TcpTransport(KEYRING, PATIENT)
+    deadline = asyncio.get_running_loop().time() + 30
+    async with serving(source) as server:
+        order = make_pull(make_plan(server.address))
+        task = asyncio.create_task(transport.fetch(order, EXPECTATION, ListSink(), deadline))
+        while not source.requests:
+            await asyncio.sleep(0.001)
+        transport.close()
+        gate.set()
+        assert is_whole(await task)
+    assert transport.links._idle == {}
+
+
+async def test_a_payload_of_many_parts() -> None:
+    """More than the kernel takes in one call."""
+
+    class Crumbs(MemorySource):
+        def draft(self, layer: int, size: int = 1, with_tokens: bool = False) -> Draft:
+            header = HEADER._replace(layers=Span(layer, 1, LAYERS), layer_bytes=(3000,))
+            return Draft(header, [bytes([layer])] * 3000)
+
+    sink = ListSink()
+    async with serving(Crumbs()) as server:
+        assert isinstance(await pull(server.address, sink), Fetched)
+    assert sink.layers == {layer: bytes([layer]) * 3000 for layer in range(LAYERS)}
 
 
 async def test_who_asks_for_nothing_is_let_go() -> None:
@@ -249,7 +337,7 @@ def tls(tmp_path: Path) -> Callable[[bool], ssl.SSLContext]:
 
 async def test_a_run_arrives_over_tls(tls: Callable[[bool], ssl.SSLContext]) -> None:
     sink = ListSink()
-    async with serving(long_source(), tls=tls(True)) as server:
+    async with serving(LONG.source(), tls=tls(True)) as server:
         transport = TcpTransport(KEYRING, replace(PATIENT, streams=2), tls=tls(False))
         for _ in range(2):
             sink.frames.clear()

@@ -274,6 +274,19 @@ async def test_noise_does_not_disturb_a_server(length: int) -> None:
         assert isinstance(await pull(server.address), Fetched)
 
 
+async def test_a_source_that_breaks_down_within_a_frame() -> None:
+    """A refusal there would pass for the rest of the frame."""
+
+    class Crooked(MemorySource):
+        def draft(self, layer: int, size: int = 1, with_tokens: bool = False) -> Draft:
+            header = HEADER._replace(layers=Span(layer, 1, LAYERS), layer_bytes=(700_000,))
+            return Draft(header, [bytes(600_000), memoryview(bytes(200_000))[::2]])  # not contiguous
+
+    async with serving(Crooked()) as server:
+        assert (await pull(server.address))[:2] == (Reason.CLOSED, 0)
+        assert server.counts.broken == {Reason.INTERNAL: 1}
+
+
 async def test_a_puller_that_takes_nothing_is_given_up() -> None:
     """Its transfer does not hold a place for ever."""
     source = MemorySource(payload=lambda layer: bytes(16 << 20))

@@ -1,5 +1,6 @@
 """A small world in which KV moves: a keyring, a run, a source in memory, a sink that keeps what it is given."""
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from cachecore.holders import Epoch, Holder, Worker, WorkerName
 from cachecore.scope import Fidelity, KeyId, Keyring, TenantId
 from cachecore.transfer.capability import Run
 from cachecore.transfer.errors import Reason, Unserved
-from cachecore.transfer.frames import Frame
+from cachecore.transfer.frames import Buffer, Frame, FrameWriter
 from cachecore.transfer.header import FrameHeader, Span
 from cachecore.transfer.plan import Grant, Plan, Pull, read_plan, sign
 from cachecore.transfer.transport import Draft, Expectation, Request, Sealed
@@ -115,6 +116,76 @@ class MemorySource:
         waited = self.before(layer) if self.before else None
         if waited is not None:
             await waited  # type: ignore[misc]
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a source holds and what becomes of it, told so that it can happen in another process."""
+
+    holder: Holder = SOURCE
+    header: FrameHeader = HEADER
+    layer_bytes: int = LAYER_BYTES
+    layers_per_frame: int = 1
+    hangs_at: int | None = None
+    evicted_at: int | None = None
+    breaks_at: int | None = None
+    seconds_per_layer: float = 0.0
+    instead: FrameHeader | None = None
+    """Of every frame, whatever was asked for."""
+    sealed: bool = False
+    """Its frames lie ready."""
+    runs: int = 1
+    """With more than one: number n has n for the first byte of its tail, and layers of its own."""
+
+    def source(self) -> "ScriptedSource":
+        return ScriptedSource(self)
+
+
+class ScriptedSource:
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self.holder = script.holder
+        self.requests: list[Request] = []
+        self.closed = 0
+
+    async def serve(self, request: Request) -> AsyncGenerator[Draft | Sealed, None]:
+        self.requests.append(request)
+        run = request.capability.run
+        number, header = 0, self._script.header
+        if self._script.runs > 1:
+            number, header = run.tail[0], header._replace(tail=run.tail)
+        source = MemorySource(
+            header=header,
+            payload=lambda layer: layer_payload(100 * number + layer, self._script.layer_bytes),
+            layers_per_frame=self._script.layers_per_frame,
+            before=self._before,
+        )
+        try:
+            async for draft in source.serve(request):
+                yield self._given(draft)
+        finally:
+            self.closed += 1
+
+    def _given(self, draft: Draft | Sealed) -> Draft | Sealed:
+        assert isinstance(draft, Draft)
+        if self._script.instead is not None:
+            return Draft(self._script.instead, draft.parts)
+        if self._script.sealed:
+            return Sealed(draft.header, seal_as_before(draft))
+        return draft
+
+    def _before(self, layer: int) -> object:
+        if layer == self._script.evicted_at:
+            raise Unserved("evicted", Reason.STALE)
+        if layer == self._script.breaks_at:
+            raise ZeroDivisionError
+        seconds = 600 if layer == self._script.hangs_at else self._script.seconds_per_layer
+        return asyncio.sleep(seconds) if seconds else None
+
+
+def seal_as_before(draft: Draft) -> Sequence[Buffer]:
+    """The same frame each time, as that of a pool."""
+    return FrameWriter(KEYRING.frame_key, lambda size: bytes(range(size))).seal(*draft)
 
 
 @dataclass
