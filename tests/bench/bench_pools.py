@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from cachecore.store.pools import Accepted, KvPool, Run, SealedFrame, Span
+from cachecore.store.pools import Accepted, Extent, KvPool, PoolRun, SealedFrame
 from tests.bench.soak_pools import KINDS, opened, stores
 from tests.cachecore.store.pools.runs import make_run
 
@@ -42,10 +42,10 @@ def timed_file(path: Path, data: bytes, rounds: int) -> dict[str, float]:
     return {"put": statistics.median(writes), "get": statistics.median(reads)}
 
 
-async def timed_pool(pool: KvPool, frames: Callable[[Run], list[SealedFrame]], rounds: int) -> dict[str, float]:
+async def timed_pool(pool: KvPool, frames: Callable[[PoolRun], list[SealedFrame]], rounds: int) -> dict[str, float]:
     puts, firsts, gets = [], [], []
     for number in range(rounds):
-        run = make_run(number, layers=Span(0, FRAMES))
+        run = make_run(number, layers=Extent(0, FRAMES))
         sealed = frames(run)
         started = time.perf_counter()
         outcome = await pool.put(run, sealed)
@@ -67,8 +67,8 @@ async def measure(kind: str, where: str, data: bytes, rounds: int) -> dict[str, 
     size = len(data) // FRAMES
     pieces = [memoryview(data)[start : start + size] for start in range(0, size * FRAMES, size)]
 
-    def frames(run: Run) -> list[SealedFrame]:
-        return [SealedFrame(Span(layer, layer + 1), [piece]) for layer, piece in enumerate(pieces)]
+    def frames(run: PoolRun) -> list[SealedFrame]:
+        return [SealedFrame(Extent(layer, layer + 1), [piece]) for layer, piece in enumerate(pieces)]
 
     async with opened(kind, where, bytes_max=1 << 30) as pool:
         return await timed_pool(pool, frames, rounds)

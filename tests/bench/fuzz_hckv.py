@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from cachecore.scope import Fidelity
-from cachecore.store.pools import Span, hckv
+from cachecore.store.pools import Extent, hckv
 from tests.cachecore.store.pools.mutations import mutate
 from tests.cachecore.store.pools.runs import ANN, BOB, content, make_frames, make_run
 
@@ -29,13 +29,13 @@ GROWTH_BYTES_MAX = 32 << 20
 
 def sample(rng: random.Random) -> bytes:
     start = rng.choice([0, 0, 3, 500])
-    layers = Span(start, start + rng.choice([1, 2, 6, 30]))
+    layers = Extent(start, start + rng.choice([1, 2, 6, 30]))
     run = make_run(
         rng.randrange(1000),
         tenant=rng.choice([ANN, BOB]),
         blocks=rng.choice([1, 2, 16, 300]),
         layers=layers,
-        heads=Span(0, rng.choice([1, 8])),
+        heads=Extent(0, rng.choice([1, 8])),
         codec=rng.choice(["raw", "i8", "x" * 32]),
         fidelity=rng.choice(list(Fidelity)),
     )

@@ -36,14 +36,14 @@ from cachecore.store.pools import (
     Bucket,
     BucketPool,
     DirectoryPool,
+    Extent,
     KvPool,
     Missed,
     PoolBounds,
+    PoolRun,
     RedisPool,
-    Run,
     RunKey,
     SealedFrame,
-    Span,
 )
 
 KINDS = ("directory", "redis", "s3")
@@ -59,29 +59,29 @@ DEAD_SECONDS = 20.0
 """A tenth of the usual: here someone dies every other second."""
 
 
-def run_of(number: int) -> Run:
+def run_of(number: int) -> PoolRun:
     rng = random.Random(number // 2)
     chain = Chain(rng.randbytes(HASH_BYTES * 4))
     tenant = TENANTS[number // 2 % len(TENANTS)]
     codec = ("raw", "i8")[number % 2]  # two runs of one name, but for the codec
     tail = PrefixHash(chain[-HASH_BYTES:])
-    key = RunKey(b"c" * 16, b"s" * 16, KeyId(tenant, 0), tail, 4, Span(0, LAYERS), Span(0, 8), codec)
-    return Run(key, PrefixHash(rng.randbytes(HASH_BYTES)), chain, 4 * number)
+    key = RunKey(b"c" * 16, b"s" * 16, KeyId(tenant, 0), tail, 4, Extent(0, LAYERS), Extent(0, 8), codec)
+    return PoolRun(key, PrefixHash(rng.randbytes(HASH_BYTES)), chain, 4 * number)
 
 
-def payload(key: RunKey, layers: Span, writing: bytes) -> bytes:
+def payload(key: RunKey, layers: Extent, writing: bytes) -> bytes:
     seed = writing + key.canonical() + bytes(layers)
     size = 4_000 + int.from_bytes(hashlib.sha256(seed).digest()[:2], "little")
     return writing + hashlib.shake_128(seed).digest(size)
 
 
-def frames_of(run: Run) -> list[SealedFrame]:
+def frames_of(run: PoolRun) -> list[SealedFrame]:
     writing = secrets.token_bytes(WRITING_BYTES)
-    spans = [Span(start, start + 3) for start in range(0, LAYERS, 3)]
+    spans = [Extent(start, start + 3) for start in range(0, LAYERS, 3)]
     return [SealedFrame(span, [payload(run.key, span, writing)]) for span in spans]
 
 
-def fault_of(key: RunKey, wanted: Span, frames: tuple[SealedFrame, ...]) -> str:
+def fault_of(key: RunKey, wanted: Extent, frames: tuple[SealedFrame, ...]) -> str:
     """What is wrong with an answer; empty when nothing is."""
     contents = [b"".join(bytes(buffer) for buffer in frame.buffers) for frame in frames]
     if len({content[:WRITING_BYTES] for content in contents}) != 1:
@@ -146,13 +146,13 @@ async def write(pool: KvPool, counts: Counter[str]) -> None:
     if isinstance(outcome, Accepted):
         counts["stored" if outcome.new else "present"] += 1
     else:
-        counts[f"refused {outcome.reason}"] += 1
+        counts[f"declined {outcome.reason}"] += 1
 
 
 async def read(pool: KvPool, counts: Counter[str]) -> None:
     key = run_of(draw()).key
     start = random.randrange(LAYERS)
-    wanted = random.choice([Span(0, LAYERS), Span(start, random.randint(start + 1, LAYERS))])
+    wanted = random.choice([Extent(0, LAYERS), Extent(start, random.randint(start + 1, LAYERS))])
     answer = await pool.get(key, wanted)
     if isinstance(answer, Missed):
         counts[f"missed {answer.reason}"] += 1

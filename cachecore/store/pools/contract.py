@@ -3,7 +3,7 @@
 What it keeps are runs. A run is consecutive blocks of one chain, for one range of layers and one of KV heads, in one
 codec: one or more sealed frames, each for some of the layers. To a pool a frame is opaque; who reads it checks its MAC.
 A run is stored, found and evicted as a whole, under a key that the reader can compute from its own chain: writers cut
-chains at multiples of `run_blocks` (`cut`), so that runs of different prompts with one prefix are the same runs.
+chains at multiples of fixed sizes (`run_ends`), so that runs of different prompts with one prefix are the same runs.
 
 The rules, which one contract suite checks for every pool:
 
@@ -39,17 +39,19 @@ BLOCKS_MAX = 4096
 LAYERS_MAX = 4096
 HEADS_MAX = 4096
 _CODEC = re.compile(r"[a-z0-9][a-z0-9._-]{0,31}")
+LONG_RUN_TIMES = 4
+"""How many short runs a long one is as long as: it costs less to find, to plan and to read than they do."""
 CREDITS_MAX = 60
 """How many reuses count at most."""
 
 
-class Span(NamedTuple):
+class Extent(NamedTuple):
     """A half-open range of layers or of KV heads."""
 
     start: int
     end: int
 
-    def overlaps(self, other: "Span") -> bool:
+    def overlaps(self, other: "Extent") -> bool:
         return self.start < other.end and other.start < self.end
 
 
@@ -67,9 +69,9 @@ class RunKey:
     """Of the last block: it names every block before it as well."""
     blocks: int
     """How many blocks, the one named `tail` being the last."""
-    layers: Span
+    layers: Extent
     """Of the model's; a pipeline stage stores its own."""
-    heads: Span
+    heads: Extent
     """KV heads; a tensor-parallel rank stores its own."""
     codec: str
     fidelity: Fidelity = Fidelity.EXACT
@@ -105,7 +107,7 @@ class RunKey:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PoolRun:
     """A run as its writer describes it. Raises ValueError when the description contradicts itself."""
 
     key: RunKey
@@ -134,7 +136,7 @@ class Run:
 class SealedFrame(NamedTuple):
     """Some layers of a run, sealed: header, payload and MAC as the transfer's frames have them, in pieces."""
 
-    layers: Span
+    layers: Extent
     buffers: Sequence[Buffer]
 
     @property
@@ -142,15 +144,18 @@ class SealedFrame(NamedTuple):
         return sum(memoryview(buffer).nbytes for buffer in self.buffers)
 
 
-def cut(chain: Chain, first_block: int, run_blocks: int) -> Iterator[tuple[int, Chain]]:
-    """Where writers and readers cut a chain that begins at block `first_block`: (position, names) of each whole run.
+def run_ends(first: int, end: int, short: int) -> Iterator[tuple[int, int]]:
+    """Where writers cut a chain of which blocks `first` to `end` have just come: (where a run ends, how many blocks it
+    has). It may begin before `first`.
 
-    Runs end at multiples of `run_blocks`. What lies before the first or after the last such multiple is in none.
+    Long runs wherever one is complete, short ones of `short` blocks behind the last of them. All end at multiples of
+    their size. What follows the last of these is in none.
     """
-    blocks = len(chain) // HASH_BYTES
-    start = -first_block % run_blocks
-    for offset in range(start, blocks - run_blocks + 1, run_blocks):
-        yield first_block + offset, Chain(chain[offset * HASH_BYTES : (offset + run_blocks) * HASH_BYTES])
+    long = LONG_RUN_TIMES * short
+    for block in range(first // long * long + long, end + 1, long):
+        yield block, long
+    for block in range(max(end // long * long, first // short * short) + short, end + 1, short):
+        yield block, short
 
 
 # ---- outcomes --------------------------------------------------------------------------------------------------------
@@ -171,12 +176,12 @@ class Missed(NamedTuple):
     detail: str = ""
 
 
-class Fetched(NamedTuple):
+class Found(NamedTuple):
     frames: tuple[SealedFrame, ...]
     """In the order of their layers; together they cover what was asked for."""
 
 
-class RefusalReason(StrEnum):
+class DeclineReason(StrEnum):
     LARGE = "large"
     """More than the pool may ever hold at once, for this tenant or at all."""
     FULL = "full"
@@ -186,8 +191,8 @@ class RefusalReason(StrEnum):
     AWAY = "away"
 
 
-class Refused(NamedTuple):
-    reason: RefusalReason
+class Declined(NamedTuple):
+    reason: DeclineReason
     detail: str = ""
 
 
@@ -248,8 +253,12 @@ class Announcement(NamedTuple):
     holder: Pool
     event: IndexEvent
     """Tier L2. A run whose own description could not be read any more is announced by its last block alone."""
-    key: RunKey | None
-    """Of the run; None for a whole pool, or where the key could not be read any more."""
+    run: PoolRun | None
+    """None for a whole pool, or where the run's description could not be read any more."""
+
+    @property
+    def key(self) -> RunKey | None:
+        return self.run.key if self.run is not None else None
 
 
 Announce = Callable[[Announcement], None]
@@ -287,7 +296,7 @@ class PoolStats:
     misses: dict[MissReason, int] = field(default_factory=dict)
     stored: int = 0
     present: int = 0
-    refused: dict[RefusalReason, int] = field(default_factory=dict)
+    declined: dict[DeclineReason, int] = field(default_factory=dict)
     removed: dict[RemovalReason, int] = field(default_factory=dict)
     read_bytes: int = 0
     written_bytes: int = 0
@@ -310,21 +319,21 @@ class KvPool(Protocol):
 
     async def close(self) -> None: ...
 
-    async def put(self, run: Run, frames: Sequence[SealedFrame]) -> Accepted | Refused:
+    async def put(self, run: PoolRun, frames: Sequence[SealedFrame]) -> Accepted | Declined:
         """Store a run. Its frames cover `run.key.layers` in order; ValueError when they do not.
 
         Once begun it goes on to its end, also when the caller is cancelled: the frames' memory is in use until then.
         """
         ...
 
-    def stream(self, key: RunKey, layers: Span | None = None) -> AsyncGenerator[SealedFrame | Missed, None]:
+    def stream(self, key: RunKey, layers: Extent | None = None) -> AsyncGenerator[SealedFrame | Missed, None]:
         """Frames that overlap `layers` (all by default), in their order, read ahead of the consumer.
 
         `Missed` is the last item where it was cut short: what came before it is sound. Close it when leaving early.
         """
         ...
 
-    async def get(self, key: RunKey, layers: Span | None = None) -> Fetched | Missed:
+    async def get(self, key: RunKey, layers: Extent | None = None) -> Found | Missed:
         """The same, gathered."""
         ...
 
@@ -344,8 +353,9 @@ class KvPool(Protocol):
         """Begin another generation and drop everything. False when the pool is away."""
         ...
 
-    def runs(self) -> AsyncIterator[Run]:
-        """All that is stored, in no order, to restate the index from. Ends early when the pool is away."""
+    def runs(self) -> AsyncIterator[PoolRun]:
+        """All that is stored, in no order, to restate the index from. Ends early when the pool goes away, and is then
+        not `up` any more."""
         ...
 
     def stats(self) -> PoolStats: ...

@@ -229,12 +229,16 @@ class _Files:
         try:
             text = (self.root / "generation").read_bytes()
         except FileNotFoundError:
-            os.stat(self.root)  # a root that is missing is away, not empty
+            self._require_root()
             return None
         record = _RECORD.fullmatch(text[:64])
         if record is None:
             raise Unavailable(f"{self.root}: its file `generation` is not a pool's")
         return int(record[1])
+
+    def _require_root(self) -> None:
+        """A root that is missing is away, not empty. Raises OSError."""
+        os.stat(self.root)
 
     def _check_empty(self) -> None:
         if self._device not in (None, os.stat(self.root).st_dev):
@@ -326,6 +330,7 @@ class _Files:
             try:
                 handle = _Handle(self._path(place))
             except FileNotFoundError:
+                self._require_root()
                 return None
             except OSError as error:
                 if error.errno == errno.ELOOP:
@@ -351,6 +356,7 @@ class _Files:
             try:
                 os.stat(self._path(place))
             except FileNotFoundError:
+                self._require_root()
                 return False
             return True
 

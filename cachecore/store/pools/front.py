@@ -9,13 +9,13 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from cachecore.blocks import Chain
 from cachecore.holders import Pool, Tier
-from cachecore.index.contract import Cleared, Removed
+from cachecore.index.contract import Cleared, IndexEvent, Removed
 from cachecore.scope import Fidelity
 from cachecore.store.errors import StoreError
 from cachecore.store.pools import hckv
@@ -24,18 +24,18 @@ from cachecore.store.pools.contract import (
     Announce,
     Announcement,
     Buffer,
-    Fetched,
+    Declined,
+    DeclineReason,
+    Extent,
+    Found,
     Missed,
     MissReason,
     PoolBounds,
+    PoolRun,
     PoolStats,
-    RefusalReason,
-    Refused,
     RemovalReason,
-    Run,
     RunKey,
     SealedFrame,
-    Span,
 )
 
 logger = logging.getLogger("ropeway.pools")
@@ -89,7 +89,7 @@ class PooledRuns:
         self._holder: Pool | None = None
         self._counts = PoolStats(bytes_max=bounds.bytes_max)
         self._misses: Counter[MissReason] = Counter()
-        self._refused: Counter[RefusalReason] = Counter()
+        self._declined: Counter[DeclineReason] = Counter()
         self._removed: Counter[RemovalReason] = Counter()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._collector: asyncio.Task[None] | None = None
@@ -108,7 +108,7 @@ class PooledRuns:
         """The present one; made when there is none."""
         raise NotImplementedError
 
-    async def _store(self, run: Run, encoded: hckv.Encoded) -> Accepted | Refused:
+    async def _store(self, run: PoolRun, encoded: hckv.Encoded) -> Accepted | Declined:
         raise NotImplementedError
 
     async def _open(self, key: RunKey) -> Opened | None:
@@ -133,7 +133,7 @@ class PooledRuns:
         """Drop everything; the new generation."""
         raise NotImplementedError
 
-    def _list(self) -> AsyncIterator[Run]:
+    def _list(self) -> AsyncIterator[PoolRun]:
         raise NotImplementedError
 
     def _occupancy(self, stats: PoolStats) -> None:
@@ -158,12 +158,12 @@ class PooledRuns:
 
     # Runs
 
-    async def put(self, run: Run, frames: Sequence[SealedFrame]) -> Accepted | Refused:
+    async def put(self, run: PoolRun, frames: Sequence[SealedFrame]) -> Accepted | Declined:
         started = time.perf_counter()
         encoded = await asyncio.to_thread(hckv.encode, run, frames)
         return await self._carry_out(self._put_encoded(run, encoded, started))
 
-    async def stream(self, key: RunKey, layers: Span | None = None) -> AsyncGenerator[SealedFrame | Missed, None]:
+    async def stream(self, key: RunKey, layers: Extent | None = None) -> AsyncGenerator[SealedFrame | Missed, None]:
         started: float | None = time.perf_counter()
         async with aclosing(self._stream(key, layers)) as items:
             async for item in items:
@@ -177,14 +177,14 @@ class PooledRuns:
                         started = None
                 yield item
 
-    async def get(self, key: RunKey, layers: Span | None = None) -> Fetched | Missed:
+    async def get(self, key: RunKey, layers: Extent | None = None) -> Found | Missed:
         frames = []
         async with aclosing(self.stream(key, layers)) as items:
             async for item in items:
                 if isinstance(item, Missed):
                     return item
                 frames.append(item)
-        return Fetched(tuple(frames))
+        return Found(tuple(frames))
 
     async def contains(self, key: RunKey) -> bool:
         return bool(await self._attempt(self._present, key))
@@ -200,10 +200,13 @@ class PooledRuns:
     async def wipe(self) -> bool:
         return await self._carry_out(self._wipe_and_enter())
 
-    async def runs(self) -> AsyncIterator[Run]:
-        with suppress(StoreError):
+    async def runs(self) -> AsyncIterator[PoolRun]:
+        try:
             async for run in self._list():
                 yield run
+            self._reach("")
+        except StoreError as error:
+            self._reach(str(error))
 
     def stats(self) -> PoolStats:
         stats = replace(
@@ -212,26 +215,26 @@ class PooledRuns:
             up=not self._reason,
             reason=self._reason,
             misses=dict(self._misses),
-            refused=dict(self._refused),
+            declined=dict(self._declined),
             removed=dict(self._removed),
         )
         self._occupancy(stats)
         return stats
 
-    async def _put_encoded(self, run: Run, encoded: hckv.Encoded, started: float) -> Accepted | Refused:
-        outcome: Accepted | Refused
+    async def _put_encoded(self, run: PoolRun, encoded: hckv.Encoded, started: float) -> Accepted | Declined:
+        outcome: Accepted | Declined
         if encoded.size > min(self.bounds.run_bytes_max, self.bounds.quota(run.key.tenant)):
-            outcome = Refused(RefusalReason.LARGE, f"{encoded.size} bytes")
+            outcome = Declined(DeclineReason.LARGE, f"{encoded.size} bytes")
         else:
             try:
                 outcome = await self._store(run, encoded)
                 self._reach("")
             except StoreError as error:
                 self._reach(str(error))
-                outcome = Refused(RefusalReason.AWAY, str(error))
+                outcome = Declined(DeclineReason.AWAY, str(error))
         self._count_put(outcome, encoded.size, time.perf_counter() - started)
         if isinstance(outcome, Accepted) and outcome.new:
-            self._announce(run.stored(), run.key)
+            self._announce(run.stored(), run)
         return outcome
 
     async def _wipe_and_enter(self) -> bool:
@@ -240,7 +243,7 @@ class PooledRuns:
             self._enter(generation)
         return generation is not None
 
-    async def _stream(self, key: RunKey, layers: Span | None) -> AsyncGenerator[SealedFrame | Missed, None]:
+    async def _stream(self, key: RunKey, layers: Extent | None) -> AsyncGenerator[SealedFrame | Missed, None]:
         opened: Opened | None = None
         try:
             opened = await self._open(key)
@@ -280,15 +283,15 @@ class PooledRuns:
             self._announce(Cleared(), None)
         self._holder = holder
 
-    def _announce(self, event: Any, key: RunKey | None) -> None:
+    def _announce(self, event: IndexEvent, run: PoolRun | None) -> None:
         if self._holder is not None:
-            self._announce_to(Announcement(self._holder, event, key))
+            self._announce_to(Announcement(self._holder, event, run))
 
-    def _announce_removal(self, name: str, run: Run | None, reason: RemovalReason) -> None:
+    def _announce_removal(self, name: str, run: PoolRun | None, reason: RemovalReason) -> None:
         """`run` is None when its description cannot be read; its name says enough to end matches at its last block."""
         self._removed[reason] += 1
         if run is not None:
-            self._announce(run.removed(), run.key)
+            self._announce(run.removed(), run)
         else:
             tail, fidelity, _ = name.split("-")
             self._announce(Removed(Chain(bytes.fromhex(tail)), Tier.L2, Fidelity(int(fidelity))), None)
@@ -337,10 +340,10 @@ class PooledRuns:
                 logger.exception("collecting in pool %s failed", self.name)
             await asyncio.sleep(COLLECT_SECONDS if self._holder else 1.0)
 
-    def _count_put(self, outcome: Accepted | Refused, size: int, seconds: float) -> None:
+    def _count_put(self, outcome: Accepted | Declined, size: int, seconds: float) -> None:
         counts = self._counts
-        if isinstance(outcome, Refused):
-            self._refused[outcome.reason] += 1
+        if isinstance(outcome, Declined):
+            self._declined[outcome.reason] += 1
         elif outcome.new:
             counts.stored += 1
             counts.written_bytes += size
@@ -349,7 +352,7 @@ class PooledRuns:
             counts.present += 1
 
 
-async def _read_ahead(opened: Opened, layers: Span | None) -> AsyncGenerator[SealedFrame, None]:
+async def _read_ahead(opened: Opened, layers: Extent | None) -> AsyncGenerator[SealedFrame, None]:
     """One batch is being read while the frames of the one before it are used."""
     groups = batches(opened.index.overlapping(layers), READ_BYTES)
     coming: asyncio.Task[list[SealedFrame]] | None = None

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from cachecore.blocks import HASH_BYTES, Chain, PrefixHash
 from cachecore.scope import Fidelity, KeyId, TenantId
-from cachecore.store.pools.contract import BLOCKS_MAX, Buffer, Run, RunKey, SealedFrame, Span
+from cachecore.store.pools.contract import BLOCKS_MAX, Buffer, Extent, PoolRun, RunKey, SealedFrame
 
 VERSION = 1
 MAGIC = b"hckv" + VERSION.to_bytes(4, "little")
@@ -52,7 +52,7 @@ class Broken(ValueError):
 
 
 class FrameRecord(NamedTuple):
-    layers: Span
+    layers: Extent
     offset: int
     """From the beginning of the file."""
     size: int
@@ -60,11 +60,11 @@ class FrameRecord(NamedTuple):
 
 
 class RunIndex(NamedTuple):
-    run: Run
+    run: PoolRun
     identity: bytes
     frames: tuple[FrameRecord, ...]
 
-    def overlapping(self, layers: Span | None) -> list[FrameRecord]:
+    def overlapping(self, layers: Extent | None) -> list[FrameRecord]:
         return [frame for frame in self.frames if layers is None or frame.layers.overlaps(layers)]
 
 
@@ -82,7 +82,7 @@ class Encoded:
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-def encode(run: Run, frames: Sequence[SealedFrame], identity: bytes | None = None) -> Encoded:
+def encode(run: PoolRun, frames: Sequence[SealedFrame], identity: bytes | None = None) -> Encoded:
     """Looks at every byte, for the CRCs. Raises ValueError when the frames do not cover the run's layers in order."""
     records = tuple(_records(run.key, frames))
     index = RunIndex(run, identity or secrets.token_bytes(IDENTITY_BYTES), records)
@@ -186,7 +186,7 @@ def read_index(tail: Buffer, trailer: Trailer) -> RunIndex:
 def _decode_index(body: bytes) -> RunIndex:
     head = _HEAD.unpack_from(body)
     compatibility, scope, parent, identity, first_block, epoch, blocks = head[:7]
-    layers, heads, fidelity, codec_bytes, tenant_bytes = Span(*head[7:9]), Span(*head[9:11]), *head[11:]
+    layers, heads, fidelity, codec_bytes, tenant_bytes = Extent(*head[7:9]), Extent(*head[9:11]), *head[11:]
     names = _HEAD.size + codec_bytes + tenant_bytes
     end = names + blocks * HASH_BYTES
     if end > len(body) or blocks == 0:
@@ -196,7 +196,7 @@ def _decode_index(body: bytes) -> RunIndex:
     chain = Chain(body[names:end])
     tail = PrefixHash(chain[-HASH_BYTES:])
     key = RunKey(compatibility, scope, KeyId(tenant, epoch), tail, blocks, layers, heads, codec, Fidelity(fidelity))
-    run = Run(key, PrefixHash(parent), chain, first_block)
+    run = PoolRun(key, PrefixHash(parent), chain, first_block)
     return RunIndex(run, identity, tuple(_decode_frames(key, body[end:])))
 
 
@@ -205,7 +205,7 @@ def _decode_frames(key: RunKey, table: bytes) -> Iterator[FrameRecord]:
     for layer_end, size, crc in _FRAME.iter_unpack(table):
         if not layer < layer_end <= key.layers.end or not 1 <= size <= FRAME_BYTES_MAX:
             raise ValueError(f"a frame that ends at layer {layer_end} and has {size} bytes")
-        yield FrameRecord(Span(layer, layer_end), offset, size, crc)
+        yield FrameRecord(Extent(layer, layer_end), offset, size, crc)
         layer, offset = layer_end, offset + size
     if layer != key.layers.end:
         raise ValueError("frames are missing")

@@ -35,12 +35,12 @@ from cachecore.store.pools.contract import (
     Accepted,
     Announce,
     Buffer,
+    Declined,
+    DeclineReason,
     PoolBounds,
+    PoolRun,
     PoolStats,
-    RefusalReason,
-    Refused,
     RemovalReason,
-    Run,
     RunKey,
 )
 from cachecore.store.pools.front import COLLECT_SECONDS, Gone, Opened, PooledRuns
@@ -135,7 +135,7 @@ class RedisPool(PooledRuns):
             current = await self._run(_RESET, self._keys, "", time.time_ns() // 1000)
         return int(current)
 
-    async def _store(self, run: Run, encoded: hckv.Encoded) -> Accepted | Refused:
+    async def _store(self, run: PoolRun, encoded: hckv.Encoded) -> Accepted | Declined:
         for _ in range(2):
             if self._holder is None:
                 await self._meet()
@@ -144,9 +144,9 @@ class RedisPool(PooledRuns):
             if outcome is not None:
                 return outcome
             await self._meet()
-        return Refused(RefusalReason.BUSY, "the pool is being wiped")
+        return Declined(DeclineReason.BUSY, "the pool is being wiped")
 
-    async def _put(self, key: RunKey, writing: _Writing, encoded: hckv.Encoded) -> Accepted | Refused | None:
+    async def _put(self, key: RunKey, writing: _Writing, encoded: hckv.Encoded) -> Accepted | Declined | None:
         """None when the generation is over."""
         try:
             outcome = await self._admit(key, writing, encoded.size)
@@ -160,12 +160,12 @@ class RedisPool(PooledRuns):
             await self._undo(writing)
             if error.code != "OOM":
                 raise
-            return Refused(RefusalReason.FULL, str(error))
+            return Declined(DeclineReason.FULL, str(error))
         except BaseException:
             self._spawn(self._undo, writing)
             raise
         await self._undo(writing)
-        return Refused(RefusalReason.FULL, "the server removed it while it was being written")
+        return Declined(DeclineReason.FULL, "the server removed it while it was being written")
 
     async def _open(self, key: RunKey) -> Opened | None:
         value = self._value(key.name)
@@ -209,7 +209,7 @@ class RedisPool(PooledRuns):
             await self._command("UNLINK", value)
         return current
 
-    async def _list(self) -> AsyncIterator[Run]:
+    async def _list(self) -> AsyncIterator[PoolRun]:
         async for name, tail in self._scan(self._tails_key):
             run = _described(name.decode(), tail)
             if run is not None:
@@ -226,7 +226,7 @@ class RedisPool(PooledRuns):
 
     # The way in
 
-    async def _admit(self, key: RunKey, writing: _Writing, size: int) -> Accepted | Refused | _Verdict:
+    async def _admit(self, key: RunKey, writing: _Writing, size: int) -> Accepted | Declined | _Verdict:
         """Makes room where there is none."""
         quota = self.bounds.quota(key.tenant)
         numbers = (size, key.tenant, self.bounds.bytes_max, quota, writing.token, DEAD_SECONDS)
@@ -238,14 +238,14 @@ class RedisPool(PooledRuns):
                 case b"present":
                     return Accepted(new=False)
                 case b"busy":
-                    return Refused(RefusalReason.BUSY, "another writer is at this run")
+                    return Declined(DeclineReason.BUSY, "another writer is at this run")
                 case b"over":
                     return _Verdict.OVER
                 case b"victims":
                     await self._end(_victims(writing.generation, details))
                 case _:
                     await asyncio.sleep(WAIT_SECONDS)
-        return Refused(RefusalReason.FULL, "no room was made in time")
+        return Declined(DeclineReason.FULL, "no room was made in time")
 
     async def _write(self, writing: _Writing, encoded: hckv.Encoded) -> bool:
         """False when the server did not keep what was written."""
@@ -346,7 +346,7 @@ class OpenedValue:
         pass
 
 
-def _described(name: str, tail: bytes) -> Run | None:
+def _described(name: str, tail: bytes) -> PoolRun | None:
     try:
         run = hckv.read_tail(tail).run
     except hckv.Broken:

@@ -22,12 +22,12 @@ from cachecore.store.pools import hckv
 from cachecore.store.pools.contract import (
     Accepted,
     Announce,
+    Declined,
+    DeclineReason,
     PoolBounds,
+    PoolRun,
     PoolStats,
-    RefusalReason,
-    Refused,
     RemovalReason,
-    Run,
     RunKey,
     renewed,
 )
@@ -155,7 +155,7 @@ class ShelfPool(PooledRuns):
         if before != self._holder:
             self._ledger = self._new_ledger()
 
-    async def _store(self, run: Run, encoded: hckv.Encoded) -> Accepted | Refused:
+    async def _store(self, run: PoolRun, encoded: hckv.Encoded) -> Accepted | Declined:
         if self._holder is None:
             await self._meet()
         try:
@@ -188,7 +188,7 @@ class ShelfPool(PooledRuns):
     async def _wipe(self) -> int:
         return await self._shelf.new_generation()
 
-    async def _list(self) -> AsyncIterator[Run]:
+    async def _list(self) -> AsyncIterator[PoolRun]:
         generation = self._generation
         for item in (await self._shelf.listing(generation)).items:
             _, run = await self._describe(Place(generation, item.tenant, item.name))
@@ -198,21 +198,22 @@ class ShelfPool(PooledRuns):
     def _occupancy(self, stats: PoolStats) -> None:
         ledger = self._ledger
         stats.runs, stats.bytes = len(ledger.items), ledger.bytes
-        stats.tenant_bytes = {tenant: held for tenant, held in ledger.tenant_bytes.items() if held}
+        # A copy first: whoever asks may be another thread.
+        stats.tenant_bytes = {tenant: held for tenant, held in dict(ledger.tenant_bytes).items() if held}
 
     # Puts
 
-    async def _put(self, key: RunKey, encoded: hckv.Encoded) -> Accepted | Refused:
+    async def _put(self, key: RunKey, encoded: hckv.Encoded) -> Accepted | Declined:
         place, size, ledger = self._place(key), encoded.size, self._ledger
         if await self._shelf.exists(place):
             return Accepted(new=False)
-        if not self._begin(ledger, place, size) and (refused := await self._make_room(ledger, place, size)):
-            return refused
+        if not self._begin(ledger, place, size) and (declined := await self._make_room(ledger, place, size)):
+            return declined
         try:
             new = await self._shelf.create(place, encoded)
         except Full as error:
             await self._evict(place.generation, ledger.cheapest(size))
-            return Refused(RefusalReason.FULL, str(error))
+            return Declined(DeclineReason.FULL, str(error))
         finally:
             ledger.end(place.tenant, size)
             self._spawn(self._give_back, ledger, place.generation, size)
@@ -223,7 +224,7 @@ class ShelfPool(PooledRuns):
     def _begin(self, ledger: Ledger, place: Place, size: int) -> bool:
         return asyncio.get_running_loop().time() < self._claim_ends_at and ledger.begin(place.tenant, size)
 
-    async def _make_room(self, ledger: Ledger, place: Place, size: int) -> Refused | None:
+    async def _make_room(self, ledger: Ledger, place: Place, size: int) -> Declined | None:
         """Until the put is under way (None), or it is clear that it cannot be now."""
         async with self._turn:
             for attempt in range(ATTEMPTS_MAX):
@@ -232,7 +233,7 @@ class ShelfPool(PooledRuns):
                 granted = await self._claim(ledger, place, size, least=attempt > 0)
                 if granted and ledger.begin_fresh(place.tenant, size):
                     return None
-        return Refused(RefusalReason.FULL, "other writers take what room there is")
+        return Declined(DeclineReason.FULL, "other writers take what room there is")
 
     async def _claim(self, ledger: Ledger, place: Place, size: int, least: bool) -> bool:
         """Claim, list, evict: in this order (see ledger.py)."""
@@ -274,7 +275,7 @@ class ShelfPool(PooledRuns):
             self._announce_removal(place.name, run, reason)
         return removed
 
-    async def _describe(self, place: Place) -> tuple[bool, Run | None]:
+    async def _describe(self, place: Place) -> tuple[bool, PoolRun | None]:
         """Whether something is there, and which run it says it is, where it is one."""
         try:
             opened = await self._shelf.open(place)

@@ -9,18 +9,20 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import lru_cache
 
 from cachecore.blocks import Chain
 from cachecore.holders import Pool
 from cachecore.scope import Fidelity, Keyring
-from cachecore.store.pools.contract import KvPool, Missed, MissReason, Run, RunKey, SealedFrame, Span
+from cachecore.store.pools.contract import Extent, KvPool, Missed, MissReason, PoolRun, RunKey, SealedFrame
 from cachecore.transfer.errors import FrameError, Reason, TransferError
-from cachecore.transfer.frames import PIECE_BYTES, Frame, FrameLimits, open_frame
+from cachecore.transfer.frames import PIECE_BYTES, Frame, FrameLimits, KeyOf, open_frame
 from cachecore.transfer.header import FrameHeader
 from cachecore.transfer.plan import Pull
 from cachecore.transfer.transport import Expectation, Failed, Fetched, Outcome, Refused, Sealed, Sink
 
 LOSSLESS_CODEC = "raw"
+_KEYS_MAX = 256
 _REASONS = {
     MissReason.ABSENT: Reason.STALE,
     MissReason.GONE: Reason.STALE,
@@ -30,19 +32,19 @@ _REASONS = {
 _LIMITS = FrameLimits()
 
 
-def to_store(frames: Sequence[Sealed], chain: Chain) -> tuple[Run, list[SealedFrame]]:
+def to_store(frames: Sequence[Sealed], chain: Chain) -> tuple[PoolRun, list[SealedFrame]]:
     """What `KvPool.put` takes, of the frames of one run in the order of their layers. `chain` names the run's blocks.
 
     Raises ValueError when the frames are of different runs, or the names are those of another one.
     """
     first, last = frames[0].header, frames[-1].header
-    layers = Span(first.layers.first, last.layers.end)
+    layers = Extent(first.layers.first, last.layers.end)
     keys = {_key_of(sealed.header, layers) for sealed in frames}
     if len(keys) != 1:
         raise ValueError("frames of several runs")
-    run = Run(keys.pop(), first.parent, chain, first.first_block)
+    run = PoolRun(keys.pop(), first.parent, chain, first.first_block)
     return run, [
-        SealedFrame(Span(sealed.header.layers.first, sealed.header.layers.end), sealed.buffers) for sealed in frames
+        SealedFrame(Extent(sealed.header.layers.first, sealed.header.layers.end), sealed.buffers) for sealed in frames
     ]
 
 
@@ -55,14 +57,14 @@ def key_of(pull: Pull, expectation: Expectation) -> RunKey:
         pull.capability.key_id,
         run.tail,
         run.blocks,
-        Span(0, expectation.layers.total),
-        Span(heads.first, heads.end),
+        Extent(0, expectation.layers.total),
+        Extent(heads.first, heads.end),
         codec,
         Fidelity.EXACT if codec == LOSSLESS_CODEC else Fidelity.QUANTIZED,
     )
 
 
-def _key_of(header: FrameHeader, layers: Span) -> RunKey:
+def _key_of(header: FrameHeader, layers: Extent) -> RunKey:
     return RunKey(
         header.compatibility,
         header.scope,
@@ -70,7 +72,7 @@ def _key_of(header: FrameHeader, layers: Span) -> RunKey:
         header.tail,
         header.blocks,
         layers,
-        Span(header.kv_heads.first, header.kv_heads.end),
+        Extent(header.kv_heads.first, header.kv_heads.end),
         header.codec,
         header.fidelity,
     )
@@ -81,7 +83,8 @@ class PoolTransport:
 
     def __init__(self, pools: Mapping[str, KvPool], keyring: Keyring, limits: FrameLimits = _LIMITS) -> None:
         self._pools = pools
-        self._keyring = keyring
+        # A pull opens hundreds of frames, and to derive a key costs as much as to open one.
+        self._key_of: KeyOf = lru_cache(_KEYS_MAX)(keyring.frame_key)
         self._limits = limits
 
     async def fetch(self, pull: Pull, expectation: Expectation, sink: Sink, deadline: float) -> Outcome:
@@ -102,8 +105,8 @@ class PoolTransport:
 
     async def _open(self, data: memoryview) -> Frame:
         if len(data) <= PIECE_BYTES:
-            return open_frame(data, self._keyring.frame_key, self._limits)
-        return await asyncio.to_thread(open_frame, data, self._keyring.frame_key, self._limits)
+            return open_frame(data, self._key_of, self._limits)
+        return await asyncio.to_thread(open_frame, data, self._key_of, self._limits)
 
 
 @dataclass
@@ -126,7 +129,7 @@ class _Reading:
         """Raises what the sink raises."""
         wanted, began = self.expectation.layers, time.perf_counter()
         key = key_of(self.pull, self.expectation)
-        async with aclosing(self.pool.stream(key, Span(wanted.first, wanted.end))) as items:
+        async with aclosing(self.pool.stream(key, Extent(wanted.first, wanted.end))) as items:
             async for item in items:
                 if isinstance(item, Missed):
                     return self._missed(item)
@@ -144,7 +147,8 @@ class _Reading:
 
     async def _deliver(self, sealed: SealedFrame) -> None:
         """Raises FrameError."""
-        frame = await self.open_frame(memoryview(sealed.buffers[0]))
+        data = sealed.buffers[0] if len(sealed.buffers) == 1 else b"".join(sealed.buffers)
+        frame = await self.open_frame(memoryview(data))
         self.expectation.check(frame.header, self.pull)
         layers = frame.header.layers
         if layers.first != self.layer or layers.end > self.expectation.layers.end:

@@ -16,17 +16,17 @@ from cachecore.index.contract import Cleared, Removed, Stored
 from cachecore.scope import Fidelity, KeyId, TenantId
 from cachecore.store.pools import (
     Accepted,
-    Fetched,
+    Declined,
+    DeclineReason,
+    Extent,
+    Found,
     KvPool,
     Missed,
     MissReason,
     PoolBounds,
-    RefusalReason,
-    Refused,
+    PoolRun,
     RemovalReason,
-    Run,
     SealedFrame,
-    Span,
     front,
     hckv,
 )
@@ -67,11 +67,11 @@ class Lab(Protocol):
     def bring_back(self) -> None: ...
 
 
-async def put(pool: KvPool, run: Run, frame_bytes: int = FRAME) -> Accepted | Refused:
+async def put(pool: KvPool, run: PoolRun, frame_bytes: int = FRAME) -> Accepted | Declined:
     return await pool.put(run, make_frames(run, frame_bytes))
 
 
-async def holds(pool: KvPool, run: Run, frame_bytes: int = FRAME) -> bool:
+async def holds(pool: KvPool, run: PoolRun, frame_bytes: int = FRAME) -> bool:
     """True when all of it comes back right, False when it is absent; anything else fails the test."""
     answer = await pool.get(run.key)
     if isinstance(answer, Missed):
@@ -80,7 +80,7 @@ async def holds(pool: KvPool, run: Run, frame_bytes: int = FRAME) -> bool:
     assert [content(frame) for frame in answer.frames] == [
         payload(run, frame.layers, frame_bytes) for frame in answer.frames
     ]
-    assert [frame.layers for frame in answer.frames] == [Span(0, 2), Span(2, 4), Span(4, 6)]
+    assert [frame.layers for frame in answer.frames] == [Extent(0, 2), Extent(2, 4), Extent(4, 6)]
     return True
 
 
@@ -109,12 +109,12 @@ class PoolBehaviour:
         run = make_run(1)
         await put(pool, run)
         before = pool.stats().read_bytes
-        answer = await pool.get(run.key, Span(3, 5))
-        assert isinstance(answer, Fetched)
-        assert [frame.layers for frame in answer.frames] == [Span(2, 4), Span(4, 6)]
-        assert content(answer.frames[0]) == payload(run, Span(2, 4), FRAME)
+        answer = await pool.get(run.key, Extent(3, 5))
+        assert isinstance(answer, Found)
+        assert [frame.layers for frame in answer.frames] == [Extent(2, 4), Extent(4, 6)]
+        assert content(answer.frames[0]) == payload(run, Extent(2, 4), FRAME)
         assert pool.stats().read_bytes - before == 2 * FRAME
-        assert isinstance(await pool.get(run.key, Span(0, 1)), Fetched)
+        assert isinstance(await pool.get(run.key, Extent(0, 1)), Found)
 
     async def test_another_process_reads_it_and_outlives_the_writer(self, lab: Lab) -> None:
         writer, reader = await lab.open(), await lab.open()
@@ -128,15 +128,15 @@ class PoolBehaviour:
         """Over the sizes in which stores and readers cut."""
         monkeypatch.setattr(front, "READ_BYTES", 700_000)
         pool = await lab.open()
-        run = make_run(1, layers=Span(2, 7))
+        run = make_run(1, layers=Extent(2, 7))
         sizes = [1, 1_500_000, 699_999, 700_001, 2 << 20]
         frames = []
         for layer, size in enumerate(sizes, start=2):
-            data = payload(run, Span(layer, layer + 1), size)
-            frames.append(SealedFrame(Span(layer, layer + 1), [data[: size // 3], bytearray(data[size // 3 :])]))
+            data = payload(run, Extent(layer, layer + 1), size)
+            frames.append(SealedFrame(Extent(layer, layer + 1), [data[: size // 3], bytearray(data[size // 3 :])]))
         assert await pool.put(run, frames) == Accepted(new=True)
         answer = await pool.get(run.key)
-        assert isinstance(answer, Fetched)
+        assert isinstance(answer, Found)
         assert [frame.size_bytes for frame in answer.frames] == sizes
         assert [content(frame) for frame in answer.frames] == [content(frame) for frame in frames]
 
@@ -155,8 +155,8 @@ class PoolBehaviour:
             {"key_id": KeyId(ANN, 8)},
             {"key_id": KeyId(BOB, 7)},
             {"blocks": 3},
-            {"layers": Span(0, 5)},
-            {"heads": Span(3, 6)},
+            {"layers": Extent(0, 5)},
+            {"heads": Extent(3, 6)},
             {"codec": "i8"},
             {"fidelity": Fidelity.QUANTIZED},
             {"tail": PrefixHash(b"t" * 16)},
@@ -176,7 +176,7 @@ class PoolBehaviour:
         pool, other = await lab.open(announce=ear), await lab.open(announce=ear)
         run = make_run(1)
         await put(pool, run)
-        again = [SealedFrame(Span(0, 6), [b"another frame"])]
+        again = [SealedFrame(Extent(0, 6), [b"another frame"])]
         assert await pool.put(run, again) == Accepted(new=False)
         assert await other.put(run, again) == Accepted(new=False)
         assert await holds(other, run)
@@ -190,8 +190,8 @@ class PoolBehaviour:
         outcomes = await asyncio.gather(*(put(pool, run) for pool in pools for _ in range(2)))
         assert outcomes.count(Accepted(new=True)) == 1
         assert {
-            outcome.reason if isinstance(outcome, Refused) else outcome.new for outcome in outcomes
-        } <= {True, False, RefusalReason.BUSY}  # fmt: skip
+            outcome.reason if isinstance(outcome, Declined) else outcome.new for outcome in outcomes
+        } <= {True, False, DeclineReason.BUSY}  # fmt: skip
         assert len(ear.heard) == 1
         assert await holds(pools[0], run)
         assert list(lab.stored()) == [run.key.name]
@@ -221,7 +221,14 @@ class PoolBehaviour:
         pool = await lab.open()
         run = make_run(1)
         frames = make_frames(run)
-        for wrong in ([], frames[:-1], frames[1:], frames[::-1], [*frames, frames[-1]], [SealedFrame(Span(0, 6), [])]):
+        for wrong in (
+            [],
+            frames[:-1],
+            frames[1:],
+            frames[::-1],
+            [*frames, frames[-1]],
+            [SealedFrame(Extent(0, 6), [])],
+        ):
             with pytest.raises(ValueError, match="layer"):
                 await pool.put(run, wrong)
         assert not await pool.contains(run.key)
@@ -328,16 +335,16 @@ class PoolBehaviour:
             await asyncio.sleep(lab.tick_seconds)
         assert sorted(lab.stored()) == sorted(make_run(1, tenant=tenant).key.name for tenant in (ANN, BOB))
 
-    async def test_what_never_fits_is_refused_and_costs_nothing(self, lab: Lab) -> None:
+    async def test_what_never_fits_is_declined_and_costs_nothing(self, lab: Lab) -> None:
         bounds = PoolBounds(bytes_max=4 * SIZE, quotas={BOB: SIZE // 2}, run_bytes_max=2 * SIZE)
         pool = await lab.open(bounds)
         small = make_run(1)
         await put(pool, small)
         for outcome in (await put(pool, make_run(2), 3 * FRAME), await put(pool, make_run(3, tenant=BOB))):
-            assert isinstance(outcome, Refused)
-            assert outcome.reason is RefusalReason.LARGE
+            assert isinstance(outcome, Declined)
+            assert outcome.reason is DeclineReason.LARGE
         assert await holds(pool, small)
-        assert pool.stats().refused == {RefusalReason.LARGE: 2}
+        assert pool.stats().declined == {DeclineReason.LARGE: 2}
 
     async def test_several_writers_keep_one_bound(self, lab: Lab) -> None:
         bounds = PoolBounds(bytes_max=10 * SIZE)
@@ -459,8 +466,8 @@ class PoolBehaviour:
         try:
             for _ in range(5):
                 outcome, answer = await put(pool, make_run(2)), await pool.get(run.key)
-                assert isinstance(outcome, Refused)
-                assert outcome.reason is RefusalReason.AWAY
+                assert isinstance(outcome, Declined)
+                assert outcome.reason is DeclineReason.AWAY
                 assert isinstance(answer, Missed)
                 assert answer.reason in (MissReason.AWAY, MissReason.ABSENT)
             assert not await pool.contains(run.key)
@@ -484,11 +491,11 @@ class PoolBehaviour:
         try:
             pool = await lab.open(budget_seconds=0.5)
             assert pool.holder is None
-            assert isinstance(await put(pool, make_run(1)), Refused)
+            assert isinstance(await put(pool, make_run(1)), Declined)
         finally:
             lab.bring_back()
         async with asyncio.timeout(30):
-            while isinstance(await put(pool, make_run(1)), Refused):
+            while isinstance(await put(pool, make_run(1)), Declined):
                 await asyncio.sleep(0.1)
         assert await holds(pool, make_run(1))
 
@@ -510,5 +517,5 @@ class PoolBehaviour:
         assert writer.stats().write.seconds > 0
 
 
-def hckv_size(run: Run) -> int:
+def hckv_size(run: PoolRun) -> int:
     return hckv.encode(run, make_frames(run, FRAME)).size

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 
 from cachecore.blocks import HASH_BYTES, Chain, PrefixHash
 from cachecore.scope import Fidelity, KeyId, TenantId
-from cachecore.store.pools import Announcement, Run, RunKey, SealedFrame, Span
+from cachecore.store.pools import Announcement, Extent, PoolRun, RunKey, SealedFrame
 
 ANN, BOB = TenantId("ann"), TenantId("bob")
-LAYERS, HEADS = Span(0, 6), Span(0, 3)
+LAYERS, HEADS = Extent(0, 6), Extent(0, 3)
 
 
 def make_run(
@@ -16,31 +16,31 @@ def make_run(
     *,
     tenant: TenantId = ANN,
     blocks: int = 4,
-    layers: Span = LAYERS,
-    heads: Span = HEADS,
+    layers: Extent = LAYERS,
+    heads: Extent = HEADS,
     codec: str = "raw",
     fidelity: Fidelity = Fidelity.EXACT,
-) -> Run:
+) -> PoolRun:
     names = random.Random(f"names {seed}")
     parent, chain = PrefixHash(names.randbytes(HASH_BYTES)), Chain(names.randbytes(HASH_BYTES * blocks))
     tail = PrefixHash(chain[-HASH_BYTES:])
     key = RunKey(b"c" * 16, b"s" * 16, KeyId(tenant, 7), tail, blocks, layers, heads, codec, fidelity)
-    return Run(key, parent, chain, 12 + seed)
+    return PoolRun(key, parent, chain, 12 + seed)
 
 
-def make_frames(run: Run, frame_bytes: int = 1000, layers_each: int = 2, pieces: int = 3) -> list[SealedFrame]:
+def make_frames(run: PoolRun, frame_bytes: int = 1000, layers_each: int = 2, pieces: int = 3) -> list[SealedFrame]:
     """Of a run's every two layers, in pieces as a sealed frame has them."""
     frames = []
     for start in range(run.key.layers.start, run.key.layers.end, layers_each):
-        layers = Span(start, min(start + layers_each, run.key.layers.end))
+        layers = Extent(start, min(start + layers_each, run.key.layers.end))
         data = payload(run, layers, frame_bytes)
         size = -(-frame_bytes // pieces)
         frames.append(SealedFrame(layers, [memoryview(data)[at : at + size] for at in range(0, len(data), size)]))
     return frames
 
 
-def payload(run: Run, layers: Span, frame_bytes: int) -> bytes:
-    return random.Random(f"{run.key.name} {layers}").randbytes(frame_bytes)
+def payload(run: PoolRun, layers: Extent, frame_bytes: int) -> bytes:
+    return random.Random(f"{run.key.name} Span(start={layers.start}, end={layers.end})").randbytes(frame_bytes)
 
 
 def content(frame: SealedFrame) -> bytes:

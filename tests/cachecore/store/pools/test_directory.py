@@ -14,14 +14,14 @@ import pytest
 
 from cachecore.store.pools import (
     Accepted,
+    Declined,
+    DeclineReason,
     DirectoryPool,
-    Fetched,
+    Found,
     Missed,
     MissReason,
     PoolBounds,
-    RefusalReason,
-    Refused,
-    Run,
+    PoolRun,
     front,
 )
 from cachecore.store.pools.directory import _Files
@@ -98,7 +98,7 @@ class TestDirectoryPool(PoolBehaviour):
 # ---- what only a file system does ------------------------------------------------------------------------------------
 
 
-async def put(pool: DirectoryPool, run: Run) -> Accepted | Refused:
+async def put(pool: DirectoryPool, run: PoolRun) -> Accepted | Declined:
     return await pool.put(run, make_frames(run, 5000))
 
 
@@ -136,15 +136,15 @@ async def test_a_put_leaves_nothing_but_the_run(lab: DirectoryLab) -> None:
 @pytest.mark.parametrize(
     ("number", "reason"),
     [
-        (errno.ENOSPC, RefusalReason.FULL),
-        (errno.EDQUOT, RefusalReason.FULL),
-        (errno.EIO, RefusalReason.AWAY),
-        (errno.EROFS, RefusalReason.AWAY),
+        (errno.ENOSPC, DeclineReason.FULL),
+        (errno.EDQUOT, DeclineReason.FULL),
+        (errno.EIO, DeclineReason.AWAY),
+        (errno.EROFS, DeclineReason.AWAY),
     ],
 )
 @pytest.mark.parametrize("call", ["writev", "fsync", "link"])
 async def test_a_disk_that_fails_is_a_refusal(
-    lab: DirectoryLab, monkeypatch: pytest.MonkeyPatch, number: int, reason: RefusalReason, call: str
+    lab: DirectoryLab, monkeypatch: pytest.MonkeyPatch, number: int, reason: DeclineReason, call: str
 ) -> None:
     pool = await lab.open()
     run = make_run(1)
@@ -152,7 +152,7 @@ async def test_a_disk_that_fails_is_a_refusal(
     with monkeypatch.context() as patched:
         patched.setattr(os, call, failing(number))
         outcome = await put(pool, make_run(2))
-    assert isinstance(outcome, Refused)
+    assert isinstance(outcome, Declined)
     assert outcome.reason is reason
     assert os.strerror(number) in outcome.detail
     assert not [path for path in files_below(lab.root) if "drafts" in path]
@@ -169,7 +169,7 @@ async def test_a_disk_that_is_full_before_the_bound_loses_what_is_worth_least(
         await asyncio.sleep(0.01)
     with monkeypatch.context() as patched:
         patched.setattr(os, "writev", failing(errno.ENOSPC))
-        assert isinstance(await put(pool, make_run(9)), Refused)
+        assert isinstance(await put(pool, make_run(9)), Declined)
     assert sorted(lab.stored()) == sorted(run.key.name for run in runs[1:])
 
 
@@ -193,7 +193,7 @@ async def test_a_disk_that_fails_is_a_miss(
         answer = await pool.get(run.key)
     assert isinstance(answer, Missed)
     assert answer.reason is reason
-    assert isinstance(await pool.get(run.key), Fetched)
+    assert isinstance(await pool.get(run.key), Found)
 
 
 async def test_a_mount_that_hangs_costs_a_budget_and_then_nothing(
@@ -209,12 +209,12 @@ async def test_a_mount_that_hangs_costs_a_budget_and_then_nothing(
 
     monkeypatch.setattr(_Files, "exists", hang)
     outcomes = [await put(pool, make_run(seed)) for seed in range(20)]
-    assert {outcome.reason for outcome in outcomes if isinstance(outcome, Refused)} == {RefusalReason.AWAY}
-    waited = [outcome for outcome in outcomes if isinstance(outcome, Refused) and "not asked" not in outcome.detail]
+    assert {outcome.reason for outcome in outcomes if isinstance(outcome, Declined)} == {DeclineReason.AWAY}
+    waited = [outcome for outcome in outcomes if isinstance(outcome, Declined) and "not asked" not in outcome.detail]
     assert 3 <= len(waited) <= 5
     going_on.set()
     async with asyncio.timeout(5):
-        while isinstance(await put(pool, make_run(1)), Refused):
+        while isinstance(await put(pool, make_run(1)), Declined):
             await asyncio.sleep(0.05)
 
 
@@ -225,7 +225,7 @@ async def test_a_write_that_was_given_up_is_not_published_later(
     going_on, reached = threading.Event(), threading.Event()
     monkeypatch.setattr(os, "fsync", lambda descriptor: (reached.set(), going_on.wait(10)))
     outcome = await put(pool, make_run(1))
-    assert isinstance(outcome, Refused)
+    assert isinstance(outcome, Declined)
     assert reached.is_set()
     going_on.set()
     await asyncio.sleep(0.1)
@@ -241,7 +241,7 @@ async def test_where_there_are_no_hard_links_runs_are_renamed(
     assert other.holder == pool.holder
     assert await put(pool, run) == Accepted(new=True)
     assert await put(other, run) == Accepted(new=False)
-    assert isinstance(await other.get(run.key), Fetched)
+    assert isinstance(await other.get(run.key), Found)
 
 
 async def test_a_link_whose_answer_was_lost_is_our_own(lab: DirectoryLab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +259,7 @@ async def test_a_link_whose_answer_was_lost_is_our_own(lab: DirectoryLab, monkey
 async def test_a_directory_that_is_missing_is_not_made(tmp_path: Path) -> None:
     lab = DirectoryLab(tmp_path / "mount" / "pool")
     pool = await lab.open()
-    assert isinstance(await put(pool, make_run(1)), Refused)
+    assert isinstance(await put(pool, make_run(1)), Declined)
     await pool.close()
     assert list(tmp_path.iterdir()) == []
 
@@ -268,7 +268,7 @@ async def test_a_directory_of_something_else_is_left_alone(lab: DirectoryLab) ->
     (lab.root / "thesis.txt").write_text("precious")
     pool = await lab.open()
     outcome = await put(pool, make_run(1))
-    assert isinstance(outcome, Refused)
+    assert isinstance(outcome, Declined)
     assert "thesis.txt" in outcome.detail
     assert files_below(lab.root) == ["thesis.txt"]
 
@@ -278,7 +278,7 @@ async def test_an_empty_mount_point_is_not_a_wiped_pool(lab: DirectoryLab) -> No
     lab.empty()
     pool._shelf._files._device = -1  # type: ignore[attr-defined]  # the pool was on another file system than this one
     outcome = await put(pool, make_run(1))
-    assert isinstance(outcome, Refused)
+    assert isinstance(outcome, Declined)
     assert "what was mounted there is gone" in outcome.detail
     assert list(lab.root.iterdir()) == []
 
@@ -321,8 +321,8 @@ async def test_a_dead_writers_claim_holds_its_room_until_it_is_swept(lab: Direct
     claim = lab.root / str(pool.holder.generation) / "claims" / "dead-1-90000"  # type: ignore[union-attr]
     claim.touch()
     outcome = await put(pool, make_run(1))
-    assert isinstance(outcome, Refused)
-    assert outcome.reason is RefusalReason.FULL
+    assert isinstance(outcome, Declined)
+    assert outcome.reason is DeclineReason.FULL
     os.utime(claim, (0, 0))
     await pool.collect()
     assert await put(pool, make_run(1)) == Accepted(new=True)

@@ -12,11 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachecore.scope import Fidelity
-from cachecore.store.pools import SealedFrame, Span, hckv
+from cachecore.store.pools import Extent, SealedFrame, hckv
 from tests.cachecore.store.pools.mutations import mutate
 from tests.cachecore.store.pools.runs import BOB, content, make_frames, make_run
 
-RUN = make_run(1, blocks=3, layers=Span(2, 7), heads=Span(4, 8), codec="i8", fidelity=Fidelity.QUANTIZED, tenant=BOB)
+RUN = make_run(
+    1, blocks=3, layers=Extent(2, 7), heads=Extent(4, 8), codec="i8", fidelity=Fidelity.QUANTIZED, tenant=BOB
+)
 FRAMES = make_frames(RUN, 100)
 FILE = b"".join(hckv.encode(RUN, FRAMES, identity=b"identity").buffers)
 
@@ -46,14 +48,14 @@ def test_a_file_is_read_as_it_was_written() -> None:
     assert index.run == RUN
     assert index.identity == b"identity"
     assert [(frame.layers, content(frame)) for frame in frames] == [(frame.layers, content(frame)) for frame in FRAMES]
-    assert [record.layers for record in index.overlapping(Span(3, 5))] == [Span(2, 4), Span(4, 6)]
-    assert [record.layers for record in index.overlapping(Span(6, 7))] == [Span(6, 7)]
-    assert index.overlapping(Span(7, 9)) == []
+    assert [record.layers for record in index.overlapping(Extent(3, 5))] == [Extent(2, 4), Extent(4, 6)]
+    assert [record.layers for record in index.overlapping(Extent(6, 7))] == [Extent(6, 7)]
+    assert index.overlapping(Extent(7, 9)) == []
 
 
 def test_what_lies_in_the_callers_memory_is_not_copied() -> None:
     data = bytearray(b"abc")
-    encoded = hckv.encode(make_run(1, layers=Span(0, 1)), [SealedFrame(Span(0, 1), [data])])
+    encoded = hckv.encode(make_run(1, layers=Extent(0, 1)), [SealedFrame(Extent(0, 1), [data])])
     data[0] = ord("x")
     assert bytes(encoded.buffers[1]) == b"xbc"
 

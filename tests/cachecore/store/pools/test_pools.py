@@ -2,14 +2,16 @@
 
 import asyncio
 import dataclasses
+import random
+from itertools import pairwise
 
 import pytest
 
-from cachecore.blocks import HASH_BYTES, Chain, PrefixHash
+from cachecore.blocks import PrefixHash
 from cachecore.scope import KeyId, TenantId
 from cachecore.store import Unavailable
 from cachecore.store.breaker import Breaker
-from cachecore.store.pools import PoolBounds, Span, cut
+from cachecore.store.pools import Extent, PoolBounds, run_ends
 from cachecore.store.pools.contract import CREDITS_MAX, LATENCY_BOUNDS_SECONDS, Latency, renewed
 from cachecore.store.pools.front import batches
 from cachecore.store.pools.gate import Gate
@@ -27,9 +29,9 @@ KEY = make_run(1).key
         {"tail": PrefixHash(b"t" * 15)},
         {"blocks": 0},
         {"blocks": 5000},
-        {"layers": Span(3, 3)},
-        {"layers": Span(-1, 3)},
-        {"heads": Span(0, 5000)},
+        {"layers": Extent(3, 3)},
+        {"layers": Extent(-1, 3)},
+        {"heads": Extent(0, 5000)},
         {"codec": ""},
         {"codec": "i 8"},
         {"codec": "I8"},
@@ -57,15 +59,33 @@ def test_names_of_codec_and_tenant_cannot_run_into_each_other() -> None:
     assert len({key.canonical() for key in keys}) == 3
 
 
-def test_chains_are_cut_where_every_process_cuts_them() -> None:
-    chain = Chain(bytes(range(10)) * HASH_BYTES)
-    names = [chain[at : at + HASH_BYTES] for at in range(0, len(chain), HASH_BYTES)]
-    pieces = dict(cut(chain, 0, 4))
-    assert pieces == {0: b"".join(names[:4]), 4: b"".join(names[4:8])}
-    assert dict(cut(Chain(chain[3 * HASH_BYTES :]), 3, 4)) == {4: pieces[4]}
-    assert dict(cut(Chain(chain[: 3 * HASH_BYTES]), 0, 4)) == {}
-    assert dict(cut(chain, 2, 4)) == {4: b"".join(names[2:6]), 8: b"".join(names[6:10])}
-    assert next(iter(cut(chain, 7, 1))) == (7, names[0])
+@pytest.mark.parametrize(
+    ("first", "end", "expected"),
+    [
+        (0, 32, [(16, 16), (32, 16)]),
+        (0, 37, [(16, 16), (32, 16), (36, 4)]),
+        (31, 54, [(32, 16), (48, 16), (52, 4)]),
+        (118, 119, []),
+        (119, 120, [(120, 4)]),
+        (127, 128, [(128, 16)]),
+        (0, 3, []),
+        (3, 5, [(4, 4)]),
+    ],
+)
+def test_chains_are_cut_where_every_process_cuts_them(first: int, end: int, expected: list[tuple[int, int]]) -> None:
+    assert list(run_ends(first, end, 4)) == expected
+
+
+@pytest.mark.parametrize("short", [1, 4, 5])
+def test_however_a_chain_comes_its_runs_hold_all_but_its_last_blocks(short: int) -> None:
+    rng = random.Random(short)
+    for _ in range(100):
+        steps = sorted(rng.sample(range(1, 200), rng.randrange(1, 9)))
+        runs = {run for first, end in pairwise([0, *steps]) for run in run_ends(first, end, short)}
+        assert all(end % size == 0 and end <= steps[-1] for end, size in runs)
+        assert len(runs) == sum(len(list(run_ends(first, end, short))) for first, end in pairwise([0, *steps]))
+        held = {block for end, size in runs for block in range(end - size, end)}
+        assert held == set(range(steps[-1] // short * short))
 
 
 def test_worth_is_recency_with_credit_for_use() -> None:
@@ -104,7 +124,7 @@ def test_frames_are_read_together_up_to_a_bound_that_grows() -> None:
     sizes = [10, 20, 30, 100, 5, 5, 10, 15, 7]
     offsets = [sum(sizes[:place]) for place in range(len(sizes))]
     records = [
-        FrameRecord(Span(n, n + 1), offset, size, 0)
+        FrameRecord(Extent(n, n + 1), offset, size, 0)
         for n, (offset, size) in enumerate(zip(offsets, sizes, strict=True))
     ]
 

@@ -12,15 +12,15 @@ from cachecore.index.contract import Stored
 from cachecore.store import RedisStore, parse_address
 from cachecore.store.pools import (
     Accepted,
-    Fetched,
+    Declined,
+    DeclineReason,
+    Found,
     Missed,
     MissReason,
     PoolBounds,
+    PoolRun,
     RedisPool,
-    RefusalReason,
-    Refused,
     RemovalReason,
-    Run,
     hckv,
 )
 from cachecore.store.pools import redis as pool_redis
@@ -153,7 +153,7 @@ async def lab(pool_server: Server) -> AsyncIterator[RedisLab]:
         yield lab
 
 
-async def put(pool: RedisPool, run: Run, frame_bytes: int = 5000) -> Accepted | Refused:
+async def put(pool: RedisPool, run: PoolRun, frame_bytes: int = 5000) -> Accepted | Declined:
     return await pool.put(run, make_frames(run, frame_bytes))
 
 
@@ -190,8 +190,8 @@ async def test_a_server_without_memory_is_a_refusal(tmp_path: Path) -> None:
         async for lab in opened(server.url, [server]):
             pool = await lab.open(PoolBounds(bytes_max=1 << 30))
             outcomes = [await put(pool, make_run(seed), 700_000) for seed in range(10)]
-            full = [outcome for outcome in outcomes if isinstance(outcome, Refused)]
-            assert {outcome.reason for outcome in full} == {RefusalReason.FULL}
+            full = [outcome for outcome in outcomes if isinstance(outcome, Declined)]
+            assert {outcome.reason for outcome in full} == {DeclineReason.FULL}
             assert 3 <= len(outcomes) - len(full) <= 6
             await quiet(pool)
             assert counted(server)["total"] == sum(lab.stored().values())
@@ -200,7 +200,7 @@ async def test_a_server_without_memory_is_a_refusal(tmp_path: Path) -> None:
             assert await put(pool, make_run(20), 500_000) == Accepted(new=True)
 
 
-async def begin_and_die(pool: RedisPool, run: Run) -> None:
+async def begin_and_die(pool: RedisPool, run: PoolRun) -> None:
     """As a writer that is killed after its first chunk."""
     encoded = hckv.encode(run, make_frames(run, 5000))
     writing = _Writing(pool._generation, run.key.name, encoded.index.identity.hex())
@@ -221,8 +221,8 @@ async def test_what_a_dead_writer_began_is_invisible_counts_and_goes(
     assert not await pool.contains(run.key)
     assert [found async for found in pool.runs()] == []
     outcome = await put(pool, run)
-    assert isinstance(outcome, Refused)
-    assert outcome.reason is RefusalReason.BUSY
+    assert isinstance(outcome, Declined)
+    assert outcome.reason is DeclineReason.BUSY
     await pool.collect()
     assert counted(pool_server)["total"] == 2 * hckv.encode(run, make_frames(run, 5000)).size
     monkeypatch.setattr(pool_redis, "DEAD_SECONDS", 1)
@@ -246,7 +246,7 @@ async def test_a_late_step_does_not_hit_the_next_writing(lab: RedisLab, pool_ser
     value = pool._value(run.key.name)
     assert await pool._run(_WRITE, [value], stale.token, 1, b"late chunk", 1000) == 0
     assert counted(pool_server) == before
-    assert isinstance(await pool.get(run.key), Fetched)
+    assert isinstance(await pool.get(run.key), Found)
     assert ear.events == []
 
 

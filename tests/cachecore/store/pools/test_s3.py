@@ -19,14 +19,14 @@ from cachecore.store.pools import (
     Accepted,
     Bucket,
     BucketPool,
-    Fetched,
+    Declined,
+    DeclineReason,
+    Extent,
+    Found,
     Missed,
     MissReason,
     PoolBounds,
-    RefusalReason,
-    Refused,
-    Run,
-    Span,
+    PoolRun,
 )
 from tests.cachecore.store.pools.buckets import S3Server, contents, start_s3
 from tests.cachecore.store.pools.contract_suite import ROOMY, PoolBehaviour
@@ -109,7 +109,7 @@ class TestBucketPool(PoolBehaviour):
 # ---- what is particular to objects -----------------------------------------------------------------------------------
 
 
-async def put(pool: BucketPool, run: Run) -> Accepted | Refused:
+async def put(pool: BucketPool, run: PoolRun) -> Accepted | Declined:
     return await pool.put(run, make_frames(run, 5000))
 
 
@@ -122,7 +122,7 @@ async def test_a_use_is_noted_once_in_a_while_and_counts(lab: BucketLab) -> None
     path = f"{generation}/used/ann/{run.key.name}"
     for elapsed, credits in ((0, 1), (10, 1), (31, 1), (31, 2), (29, 2), (31, 2)):
         clock.now += elapsed
-        assert isinstance(await pool.get(run.key), Fetched)
+        assert isinstance(await pool.get(run.key), Found)
         await quiet(pool)
         assert contents(lab.store)[path] == credits
     await pool.evict(run.key)
@@ -144,7 +144,7 @@ async def test_what_dead_writers_left_is_swept(lab: BucketLab) -> None:
     found = set(contents(lab.store))
     assert not found & {*old, "1700000000000000/runs/ann/x.hckv"}
     assert {noted, f"{generation}/claims/{'e' * 16}-1-4096", "9999999999999999/runs/ann/y.hckv"} <= found
-    assert isinstance(await pool.get(run.key), Fetched)
+    assert isinstance(await pool.get(run.key), Found)
 
 
 async def test_an_object_that_is_too_small_to_have_an_end_is_broken(lab: BucketLab) -> None:
@@ -164,8 +164,8 @@ async def test_a_long_index_is_read_in_two_steps(lab: BucketLab) -> None:
     run = make_run(1, blocks=2000)
     assert await put(pool, run) == Accepted(new=True)
     answer = await pool.get(run.key)
-    assert isinstance(answer, Fetched)
-    assert content(answer.frames[0]) == payload(run, Span(0, 2), 5000)
+    assert isinstance(answer, Found)
+    assert content(answer.frames[0]) == payload(run, Extent(0, 2), 5000)
 
 
 @pytest.mark.parametrize(
@@ -180,8 +180,8 @@ async def test_a_bucket_that_is_not_there_is_away(s3_server: S3Server, change: d
     pool = BucketPool("pool", bucket, ROOMY, budget_seconds=1.0)
     await pool.start()
     outcome = await put(pool, make_run(1))
-    assert isinstance(outcome, Refused)
-    assert outcome.reason is RefusalReason.AWAY
+    assert isinstance(outcome, Declined)
+    assert outcome.reason is DeclineReason.AWAY
     assert reason in outcome.detail
     assert "secret" not in repr(bucket)
     await pool.close()

@@ -42,8 +42,7 @@ def sealed_layers(header: FrameHeader = HEADER, each: int = 1, with_tokens: bool
     for layer in range(0, LAYERS, each):
         parts = [layer_payload(number) for number in range(layer, layer + each)]
         tokens = [TOKENS] if with_tokens and layer == 0 else []
-        said = replace(
-            header,
+        said = header._replace(
             layers=Span(layer, each, LAYERS),
             layer_bytes=tuple(map(len, parts)),
             with_tokens=bool(tokens),
@@ -115,13 +114,13 @@ async def test_what_was_put_is_announced_by_the_names_of_its_blocks(pool: Direct
     assert run.key == key_of(pull_from(pool), EXPECTATION)
     assert [tuple(frame.layers) for frame in frames] == [(layer, layer + 1) for layer in range(LAYERS)]
     with pytest.raises(ValueError, match="several runs"):
-        to_store([*sealed_layers()[:3], *sealed_layers(replace(HEADER, codec="i8"))[3:]], CHAIN)
+        to_store([*sealed_layers()[:3], *sealed_layers(HEADER._replace(codec="i8"))[3:]], CHAIN)
     with pytest.raises(ValueError, match="another block"):
         to_store(sealed_layers(), Chain(CHAIN[:-16] + b"z" * 16))
 
 
 async def test_a_lossy_run_is_quantized(pool: DirectoryPool) -> None:
-    await store(pool, sealed_layers(replace(HEADER, codec="i8", fidelity=Fidelity.QUANTIZED)))
+    await store(pool, sealed_layers(HEADER._replace(codec="i8", fidelity=Fidelity.QUANTIZED)))
     sink = ListSink()
     pull = pull_from(pool, codec="i8", fidelity=Fidelity.QUANTIZED)
     assert isinstance(await fetch(pool, pull, sink), Fetched)
@@ -186,7 +185,7 @@ async def test_frames_of_another_deployment_or_another_run_are_refused(pool: Dir
     assert (outcome.reason, outcome.layer) == (Reason.FORGED, 0)
     run, _ = to_store(sealed_layers(), CHAIN)
     await pool.evict(run.key)
-    _, others = to_store(sealed_layers(replace(HEADER, first_block=9)), CHAIN)
+    _, others = to_store(sealed_layers(HEADER._replace(first_block=9)), CHAIN)
     assert await pool.put(run, others) == Accepted(new=True)  # authentic, but not what the file says
     outcome = await fetch(pool, pull_from(pool), ListSink())
     assert isinstance(outcome, Failed)
