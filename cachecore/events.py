@@ -52,7 +52,8 @@ class BlockStored(msgspec.Struct, frozen=True, gc=False):
     extra_keys: tuple[BlockKeys, ...] | None = None
     """One entry for each block."""
     cache_salt: str | None = None
-    """None when the event does not say: vLLM says it with the first block of a prompt only."""
+    """None when the event does not say: vLLM says it with the first block of a prompt only. Our workers say it again
+    with a run that is less faithful than its parent."""
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
     locality: str | None = None
@@ -372,7 +373,7 @@ def encode_batch(batch: EventBatch, dialect: Dialect) -> bytes:
     """One message in an engine's dialect (`malformed` is not sent).
 
     For vLLM a salt and an adapter that `extra_keys` does not carry are put there, where vLLM puts them: the adapter in
-    every block's keys, the salt in those of a prompt's first block.
+    every block's keys, the salt in those of the first block.
     """
     write = _WRITERS[dialect]
     return _encode([batch.timestamp, [write(event) for event in batch.events], batch.rank])
@@ -440,8 +441,7 @@ def _vllm_keys(event: BlockStored) -> list[Any] | None:
     if event.extra_keys is not None:
         return list(event.extra_keys)
     every = () if event.lora_name is None else (event.lora_name,)
-    salted = event.cache_salt is not None and event.parent_block_hash is None
-    first = (*every, event.cache_salt) if salted else every
+    first = every if event.cache_salt is None else (*every, event.cache_salt)
     if not first:
         return None
     return [first or None] + [every or None] * (len(event.block_hashes) - 1)

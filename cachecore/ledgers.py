@@ -7,9 +7,12 @@ questions; `rekey.py` decides what reaches them.
 Copies are physical: an engine may hold a block twice in one tier and announces each copy, so a handle is forgotten when
 it has been removed as often as it was stored. The counts of a handle's three tiers share one integer.
 
+A chain is as good as its worst block, so fidelity never gets better from parent to child. A handle stands for blocks of
+one fidelity; the same name at another fidelity comes under another handle.
+
 Another process can go on with a `WholeLedger`: its stores say which handles they are about, and from what an index has
 kept of them (`RestoredRun`) the same ledger is built again. A `PartLedger` needs the tokens of parts that are not yet
-whole, which no index keeps; its stores go without handles.
+whole, which no index keeps; its stores go without handles, and without texts.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +23,7 @@ import msgspec
 
 from cachecore.blocks import HASH_BYTES, TOKEN_BYTES, Chain, Extra, PrefixHash, canonical_extras
 from cachecore.holders import Tier
-from cachecore.index.contract import IndexEvent, Origin, Removed, Stored
+from cachecore.index.contract import IndexEvent, Origin, Removed, Stored, Text
 from cachecore.scope import Fidelity, Naming
 
 _COPIES_BITS: Final = 32
@@ -41,6 +44,8 @@ class StoredRun(NamedTuple):
     """For each handle, offsets relative to its own block."""
     salt: str | None = None
     adapter: str | None = None
+    fidelity: Fidelity = Fidelity.EXACT
+    """What the run says of itself; its blocks are as good as this or their parent, whichever is worse."""
 
 
 class Root(NamedTuple):
@@ -64,6 +69,7 @@ class RestoredRun(NamedTuple):
     tier: Tier = Tier.L0
     copies: Sequence[int] = ()
     """Of each name; empty when there is one of each."""
+    fidelity: Fidelity = Fidelity.EXACT
 
 
 class HandleRecord(NamedTuple):
@@ -75,45 +81,49 @@ class HandleRecord(NamedTuple):
     naming: Naming | None
     copies: tuple[int, int, int]
     """In L0, L1, L2."""
+    fidelity: Fidelity = Fidelity.EXACT
 
 
 class Emission:
-    """Collects index events in order; removals that follow each other in one tier become one event."""
+    """Collects index events in order; removals that follow each other in one layer become one event."""
 
-    __slots__ = ("_removed", "_tier", "events", "foreign_blocks", "removed_blocks", "stored_blocks")
+    __slots__ = ("_layer", "_removed", "events", "foreign_blocks", "removed_blocks", "stored_blocks", "with_texts")
 
-    def __init__(self) -> None:
+    def __init__(self, with_texts: bool = False) -> None:
+        self.with_texts = with_texts
         self.events: list[IndexEvent] = []
         self.stored_blocks = 0
         self.removed_blocks = 0
         self.foreign_blocks = 0
         """Engine blocks that were followed without names."""
         self._removed: dict[bytes, None] = {}
-        self._tier = Tier.L0
+        self._layer = Tier.L0, Fidelity.EXACT
 
     def stored(
         self,
         parent: PrefixHash,
         chain: Chain,
         tier: Tier,
+        fidelity: Fidelity,
         handles: tuple[int, ...] = (),
         origin: Origin | None = None,
+        text: Text | None = None,
     ) -> None:
         self.flush()
         self.stored_blocks += len(chain) // HASH_BYTES
-        self.events.append(Stored(parent, chain, tier, Fidelity.EXACT, handles, origin))
+        self.events.append(Stored(parent, chain, tier, fidelity, handles, origin, text))
 
-    def removed(self, names: bytes, tier: Tier) -> None:
+    def removed(self, names: bytes, tier: Tier, fidelity: Fidelity) -> None:
         """One copy of `names` is gone. A second copy of a name needs an event of its own."""
-        if tier != self._tier or names in self._removed:
+        if (tier, fidelity) != self._layer or names in self._removed:
             self.flush()
-            self._tier = tier
+            self._layer = tier, fidelity
         self.removed_blocks += len(names) // HASH_BYTES
         self._removed[names] = None
 
     def flush(self) -> list[IndexEvent]:
         if self._removed:
-            self.events.append(Removed(Chain(b"".join(self._removed)), self._tier))
+            self.events.append(Removed(Chain(b"".join(self._removed)), *self._layer))
             self._removed.clear()
         return self.events
 
@@ -187,6 +197,7 @@ class _Block(msgspec.Struct, gc=False):  # a million of these: no dict, and noth
     root: Root | None
     """None in a scope that is not ours, or no longer ours; children are then followed without names."""
     copies: int
+    fidelity: Fidelity
 
 
 class WholeLedger:
@@ -207,14 +218,15 @@ class WholeLedger:
         return handle in self._blocks
 
     def store(self, run: StoredRun, root: Root | None, out: Emission) -> None:
-        root, parent = self._after(run.parent, root)
+        root, parent, fidelity = self._after(run, root)
         chain = Chain(b"")
         if root is not None:
             chain = root.naming.hasher.chain(parent, run.tokens, self._canonical(run))
-            out.stored(parent, chain, run.tier, run.handles, root.origin)
+            text = Text(root.naming, run.tokens) if out.with_texts and run.extras is None else None
+            out.stored(parent, chain, run.tier, fidelity, run.handles, root.origin, text)
         else:
             out.foreign_blocks += len(run.handles)
-        self._follow(run, root, chain, out)
+        self._follow(run, root, chain, fidelity, out)
         if len(self._blocks) > self._handles_max:
             self._evict(out)
 
@@ -231,30 +243,30 @@ class WholeLedger:
             raise ValueError("handles stand for different numbers of blocks")
         for at, handle in enumerate(run.handles[::each]):
             names = run.names[at * step : (at + 1) * step]
-            block = blocks.setdefault(handle, _Block(names, root, 0))
-            if block.names != names:
+            block = blocks.setdefault(handle, _Block(names, root, 0, run.fidelity))
+            if block.names != names or block.fidelity is not run.fidelity:
                 raise ValueError(f"handle {handle} stands for different blocks")
             block.copies += copies[at] * unit
 
-    def _after(self, parent: int | None, root: Root | None) -> tuple[Root | None, PrefixHash]:
-        """Root and name that a run continues; the name is empty outside our scopes."""
-        if parent is None:
-            return root, PrefixHash(b"") if root is None else root.naming.root
-        block = self._blocks[parent]
-        return block.root, PrefixHash(block.names[-HASH_BYTES:])
+    def _after(self, run: StoredRun, root: Root | None) -> tuple[Root | None, PrefixHash, Fidelity]:
+        """Root and name that a run continues, and how good it is; the name is empty outside our scopes."""
+        if run.parent is None:
+            return root, PrefixHash(b"") if root is None else root.naming.root, run.fidelity
+        block = self._blocks[run.parent]
+        return block.root, PrefixHash(block.names[-HASH_BYTES:]), max(block.fidelity, run.fidelity)
 
-    def _follow(self, run: StoredRun, root: Root | None, chain: Chain, out: Emission) -> None:
+    def _follow(self, run: StoredRun, root: Root | None, chain: Chain, fidelity: Fidelity, out: Emission) -> None:
         blocks, unit, step = self._blocks, _unit(run.tier), len(chain) // len(run.handles)
         start = 0
         for handle in run.handles:
             names = chain[start : start + step]
             start += step
             block = blocks.get(handle)
-            if block is not None and block.names != names:
+            if block is not None and (block.names != names or block.fidelity is not fidelity):
                 self._disown(blocks.pop(handle), out)
                 block = None
             if block is None:
-                blocks[handle] = _Block(names, root, unit)
+                blocks[handle] = _Block(names, root, unit, fidelity)
             else:
                 block.copies += unit
 
@@ -270,19 +282,19 @@ class WholeLedger:
             if not block.copies:
                 del blocks[handle]
             if block.names:
-                out.removed(block.names, tier)
+                out.removed(block.names, tier, block.fidelity)
         return unknown
 
     def records(self) -> Iterator[HandleRecord]:
         for handle, block in self._blocks.items():
             naming = None if block.root is None else block.root.naming
-            yield HandleRecord(handle, Chain(block.names), naming, _copies_by_tier(block.copies))
+            yield HandleRecord(handle, Chain(block.names), naming, _copies_by_tier(block.copies), block.fidelity)
 
     def _disown(self, block: _Block, out: Emission) -> None:
         """Take back all copies of a block that we can no longer follow."""
         for tier in Tier:
             for _ in range(_copies_in(block.copies, tier) if block.names else 0):
-                out.removed(block.names, tier)
+                out.removed(block.names, tier, block.fidelity)
 
     def _evict(self, out: Emission) -> None:
         # Many at once: a dict that loses its first entry again and again walks over the graves each time.
@@ -313,7 +325,7 @@ class WholeLedger:
 class _Part:
     """One engine block inside one of ours."""
 
-    __slots__ = ("copies", "extras", "handle", "name", "naming", "parent", "path", "tokens", "wholes")
+    __slots__ = ("copies", "extras", "fidelity", "handle", "name", "naming", "parent", "path", "tokens", "wholes")
 
     def __init__(self, handle: int, naming: Naming | None, parent: PrefixHash, path: tuple["_Part", ...]) -> None:
         self.handle = handle
@@ -331,6 +343,8 @@ class _Part:
         self.wholes: dict[_Part, None] = {}
         """Last parts of our blocks that this part belongs to: several where prompts diverge inside a block."""
         self.copies = 0
+        self.fidelity = Fidelity.EXACT
+        """Of the path: that of our block, for its last part."""
 
     def held(self, tier: Tier) -> bool:
         return all(_copies_in(part.copies, tier) for part in self.path)
@@ -363,6 +377,7 @@ class PartLedger:
             if part is None:
                 tokens = run.tokens[index * part_bytes : (index + 1) * part_bytes]
                 part = self._add(handle, before, root, tokens, run.extras[index] if run.extras else ())
+                part.fidelity = run.fidelity if before is None else max(before.fidelity, run.fidelity)
             complete += self._arrived(part, run.tier)
             out.foreign_blocks += part.naming is None
             before = part
@@ -381,13 +396,13 @@ class PartLedger:
         part.copies -= _unit(tier)
         if not _copies_in(part.copies, tier):
             for whole in lost:
-                out.removed(whole.name, tier)
+                out.removed(whole.name, tier, whole.fidelity)
         self._forget_unused(part)
         return True
 
     def records(self) -> Iterator[HandleRecord]:
         for handle, part in self._parts.items():
-            yield HandleRecord(handle, Chain(part.name), part.naming, _copies_by_tier(part.copies))
+            yield HandleRecord(handle, Chain(part.name), part.naming, _copies_by_tier(part.copies), part.fidelity)
 
     def _add(
         self, handle: int, before: _Part | None, root: Root | None, tokens: bytes, extras: Sequence[Extra]
@@ -449,9 +464,14 @@ class PartLedger:
 
 
 def _emit_runs(complete: list[_Part], tier: Tier, out: Emission) -> None:
-    """Our blocks that follow each other become one stored run."""
+    """Our blocks that follow each other, equally good, become one stored run."""
     start = 0
     for end in range(1, len(complete) + 1):
-        if end == len(complete) or complete[end].parent != complete[end - 1].name:
-            out.stored(complete[start].parent, Chain(b"".join(part.name for part in complete[start:end])), tier)
+        if end == len(complete) or not _follows(complete[end], complete[end - 1]):
+            names = Chain(b"".join(part.name for part in complete[start:end]))
+            out.stored(complete[start].parent, names, tier, complete[start].fidelity)
             start = end
+
+
+def _follows(part: _Part, before: _Part) -> bool:
+    return part.parent == before.name and part.fidelity is before.fidelity

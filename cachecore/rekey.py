@@ -5,7 +5,8 @@ that is reproduced here. A store event carries the tokens, so our own names are 
 name, and the engine's hash serves as a handle: later events use it to name a parent or a removal.
 
 What a child inherits. vLLM says salt and adapter with the first block of a prompt only. Scope, and with it the key that
-names blocks, is therefore resolved at the root and passed on from parent to child.
+names blocks, is therefore resolved at the root and passed on from parent to child. So is fidelity, except that a run
+with a salt of ours may say that it is worse than its parent; it is never better, and what follows it is as bad.
 
 What is refused. One rule: a wrong name is worse than none. A store whose parent was never seen waits, in a bounded
 place, and is never attached to the root; a store whose lengths, sizes or handles do not fit is dropped and counted, and
@@ -34,7 +35,7 @@ from cachecore.ledgers import (
     StoredRun,
     WholeLedger,
 )
-from cachecore.scope import Naming
+from cachecore.scope import Naming, stated_fidelity
 
 NamingFor = Callable[[str | None, str | None], Naming | None]
 """(cache salt, adapter) of an event -> how to name its blocks; None when the scope is not ours."""
@@ -77,7 +78,8 @@ class _Refused(Exception):
 class Rekeyer:
     """Follows the event stream of one rank of one life of a worker.
 
-    `block_size_tokens` is ours. The engine's may be any multiple of it or any part that divides it.
+    `block_size_tokens` is ours. The engine's may be any multiple of it or any part that divides it. `with_texts` puts
+    what blocks say into their stores, for a content index.
     """
 
     def __init__(
@@ -87,10 +89,12 @@ class Rekeyer:
         *,
         handles_max: int = HANDLES_MAX,
         pending_blocks_max: int = PENDING_BLOCKS_MAX,
+        with_texts: bool = False,
     ) -> None:
         self._block_size_tokens = block_size_tokens
         self._naming_for = naming_for
         self._handles_max = handles_max
+        self._with_texts = with_texts
         self._pending = _Pending(pending_blocks_max)
         self._ledger: Ledger | None = None
         self._parts_per_block = 0
@@ -101,7 +105,7 @@ class Rekeyer:
 
     def rekey(self, events: Iterable[KvEvent]) -> list[IndexEvent]:
         """The index events that these engine events amount to, in order. Never raises for what an engine sends."""
-        out = Emission()
+        out = Emission(self._with_texts)
         for event in events:
             try:
                 self._apply(event, out)
@@ -323,7 +327,8 @@ def _checked(event: BlockStored) -> StoredRun:
     except (OverflowError, TypeError):
         raise _Refused("token") from None
     tier = _tier(event.medium, event.locality)
-    return StoredRun(handles, parent, tokens, tier, _extras(event), event.cache_salt, event.lora_name)
+    salt = event.cache_salt
+    return StoredRun(handles, parent, tokens, tier, _extras(event), salt, event.lora_name, stated_fidelity(salt))
 
 
 def _tier(medium: str, locality: str | None) -> Tier:

@@ -40,6 +40,7 @@ DEFAULT_TENANT = TenantId("default")
 
 _TENANT_PATTERN = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SALT_PREFIX = "rw1."
+_SALT_FIELDS = 6
 _SALT_MAC_BYTES = 12
 _CLIENT_SALT_DIGEST_BYTES = 16
 CLIENT_SALT_BYTES_MAX = 1024
@@ -57,6 +58,9 @@ class Fidelity(IntEnum):
     FUSED = 3
 
     __hash__ = int.__hash__  # as for Tier: Enum's own is a Python function
+
+
+_FIDELITY_BY_TEXT: Mapping[str, Fidelity] = {str(int(fidelity)): fidelity for fidelity in Fidelity}
 
 
 class SaltError(ValueError):
@@ -231,6 +235,18 @@ class Keyring:
     def _salt_mac(self, epoch: int, body: str) -> bytes:
         salt_key = hmac.digest(self.secrets_by_epoch[epoch], b"salt", "sha256")
         return hmac.digest(salt_key, body.encode(), "sha256")[:_SALT_MAC_BYTES]
+
+
+def stated_fidelity(salt: str | None) -> Fidelity:
+    """How good a salt says that KV is; EXACT when it is none of ours.
+
+    The MAC is not looked at: whoever names blocks by a chain's first salt has authenticated that one (`read_salt`), and
+    on a later block a forged salt can only call KV worse than it is.
+    """
+    if salt is None or not salt.startswith(_SALT_PREFIX):
+        return Fidelity.EXACT
+    fields = salt.split(".")
+    return _FIDELITY_BY_TEXT.get(fields[3], Fidelity.EXACT) if len(fields) == _SALT_FIELDS else Fidelity.EXACT
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 One entry per (place, source), since a PrefixHash names one text. Forgetting a holder strikes its list of entries;
 what `find` reads must be on its holder's list, and the struck entries are freed a few at a time by later calls.
+
+A holding costs about 830 bytes, fingerprint included: bound it where fleets are large.
 """
 
 from collections import OrderedDict
@@ -17,13 +19,24 @@ _SWEEP_ENTRIES = 64
 """Struck entries freed per call that writes."""
 
 
+class _Text:
+    """A text that is held somewhere."""
+
+    __slots__ = ("fingerprint", "holdings")
+
+    def __init__(self) -> None:
+        self.fingerprint: int | None = None
+        self.holdings: dict[_Key, ContentHolding] = {}
+
+
 class MemoryContentIndex:
     """A `ContentIndex` in memory. `holdings_max` bounds the holdings kept, oldest forgotten first; 0 means no bound."""
 
     def __init__(self, holdings_max: int = 0) -> None:
         self._holdings_max = holdings_max
         self._contents: OrderedDict[_Key, ContentHash] = OrderedDict()
-        self._holdings: dict[ContentHash, dict[_Key, ContentHolding]] = {}
+        self._texts: dict[ContentHash, _Text] = {}
+        self._by_fingerprint: dict[int, ContentHash] = {}
         self._listed: dict[Holder, set[_Key]] = {}
         self._struck: list[set[_Key]] = []
 
@@ -31,12 +44,21 @@ class MemoryContentIndex:
         """Holdings that can be found."""
         return sum(len(keys) for keys in self._listed.values())
 
-    def add(self, content: ContentHash, holding: ContentHolding) -> None:
+    def __contains__(self, key: _Key) -> bool:
+        return key in self._listed.get(key[0].holder, ())
+
+    def add(self, content: ContentHash, holding: ContentHolding, fingerprint: int | None = None) -> None:
         key = holding.place, holding.source
         if key in self._contents:
             self._drop(key)
         self._contents[key] = content
-        self._holdings.setdefault(content, {})[key] = holding
+        text = self._texts.get(content)
+        if text is None:
+            text = self._texts[content] = _Text()
+        text.holdings[key] = holding
+        if fingerprint is not None and text.fingerprint is None:
+            text.fingerprint = fingerprint
+            self._by_fingerprint[fingerprint] = content
         self._listed.setdefault(holding.place.holder, set()).add(key)
         self._sweep()
         while self._holdings_max and len(self._contents) > self._holdings_max:
@@ -49,12 +71,25 @@ class MemoryContentIndex:
 
     def find(self, content: ContentHash, limit: int = 8) -> Sequence[ContentHolding]:
         found: list[ContentHolding] = []
-        for key, holding in reversed(self._holdings.get(content, {}).items()):
+        text = self._texts.get(content)
+        for key, holding in reversed(text.holdings.items()) if text else ():
             if len(found) == limit:
                 break
             if key in self._listed.get(holding.place.holder, ()):
                 found.append(holding)
         return found
+
+    def resolve(self, fingerprint: int) -> ContentHash | None:
+        return self._by_fingerprint.get(fingerprint)
+
+    def position_after(self, place: Place, source: PrefixHash) -> int | None:
+        """Where the block behind `source` stands; None where that is not known. What is asked for is used: it goes
+        last when the index must forget."""
+        key = place, source
+        if key not in self:
+            return None
+        self._contents.move_to_end(key)
+        return self._texts[self._contents[key]].holdings[key].position_blocks + 1
 
     def forget(self, holder: Holder) -> None:
         keys = self._listed.pop(holder, None)
@@ -63,10 +98,12 @@ class MemoryContentIndex:
 
     def _drop(self, key: _Key) -> None:
         content, holder = self._contents.pop(key), key[0].holder
-        holdings = self._holdings[content]
-        del holdings[key]
-        if not holdings:
-            del self._holdings[content]
+        text = self._texts[content]
+        del text.holdings[key]
+        if not text.holdings:
+            del self._texts[content]
+            if text.fingerprint is not None and self._by_fingerprint.get(text.fingerprint) == content:
+                del self._by_fingerprint[text.fingerprint]
         listed = self._listed.get(holder, set())
         listed.discard(key)
         if not listed:

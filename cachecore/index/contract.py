@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 
 from cachecore.blocks import Chain, ContentHash, PrefixHash
 from cachecore.holders import Holder, Place, Tier
-from cachecore.scope import Fidelity
+from cachecore.scope import Fidelity, Naming
 
 
 class Origin(NamedTuple):
@@ -40,14 +40,23 @@ class Origin(NamedTuple):
     """Of the naming, as evidence: keys and settings may have changed since."""
 
 
+class Text(NamedTuple):
+    """What stored blocks say, and how they are named. Kept in the process that read it in an engine's events."""
+
+    naming: Naming
+    tokens: bytes
+    """`pack_tokens`, of every block of the chain."""
+
+
 class Stored(NamedTuple):
     """Consecutive blocks of one chain have been stored.
 
     `parent` is the PrefixHash before the first of them (the chain's root for block 0). Whoever cannot name the parent
     cannot name the blocks: such stores never reach an index.
 
-    The last two fields change nothing that is matched. An index that outlives its writer keeps them, so that whoever
-    follows the event stream next knows which blocks the engine means; every other index ignores them.
+    The last three fields change nothing that is matched. An index that outlives its writer keeps handles and origin, so
+    that whoever follows the event stream next knows which blocks the engine means; every other index ignores them. The
+    text is for content indexes.
     """
 
     parent: PrefixHash
@@ -61,6 +70,8 @@ class Stored(NamedTuple):
     be handed over: a later removal would not be understood."""
     origin: Origin | None = None
     """How the chain is named; None for a store without handles."""
+    text: Text | None = None
+    """None where nobody asked for it, and for blocks that depend on more than tokens (images)."""
 
 
 class Removed(NamedTuple):
@@ -147,12 +158,16 @@ class ContentHolding(NamedTuple):
     place: Place
     source: PrefixHash
     position_blocks: int
+    parent: PrefixHash
+    """The name before `source`: what tells a run of one chain from blocks of several."""
 
 
 class ContentIndex(Protocol):
     """Which places hold a block's text at ANY position: one ContentHash, many KVs. Kept where shifted reuse is on."""
 
-    def add(self, content: ContentHash, holding: ContentHolding) -> None: ...
+    def add(self, content: ContentHash, holding: ContentHolding, fingerprint: int | None = None) -> None:
+        """`fingerprint` of the text (`cachecore.fingerprints`): it can then be found at any offset."""
+        ...
 
     def remove(self, place: Place, source: PrefixHash) -> None:
         """The block named `source` has left the place."""
@@ -162,6 +177,10 @@ class ContentIndex(Protocol):
         self, content: ContentHash, limit: int = 8
     ) -> Sequence[ContentHolding] | Awaitable[Sequence[ContentHolding]]:
         """Up to `limit` holdings of the text, most recently added first."""
+        ...
+
+    def resolve(self, fingerprint: int) -> ContentHash | None:
+        """A held text with this fingerprint: a guess, to be confirmed by the tokens that were asked about."""
         ...
 
     def forget(self, holder: Holder) -> None: ...

@@ -10,8 +10,10 @@ from cachecore.holders import Tier
 from cachecore.index.contract import Cleared, Origin, Removed, Stored
 from cachecore.ledgers import RestoredRun
 from cachecore.rekey import Rekeyer
-from cachecore.scope import TenantId
+from cachecore.scope import Fidelity, TenantId
 from tests.cachecore.handover import DEFAULT, OURS, Engine, Kept, chain_of, minted, naming, naming_for, tokens_of
+
+EXACT = Tier.L0, Fidelity.EXACT
 
 
 def rekeyer(names_for=naming_for, **options):
@@ -148,7 +150,7 @@ def test_a_handle_that_comes_back_with_another_meaning():
     subject = handed_over(kept_of([stored([1]), stored([1])]))
     kept = kept_of([stored([1]), stored([1])])
     kept.apply(subject.rekey([stored([5], handles=[1])]))
-    assert +kept.copies == Counter({(Tier.L0, PrefixHash(chain_of([5]))): 1})
+    assert +kept.copies == Counter({(EXACT, PrefixHash(chain_of([5]))): 1})
 
 
 def test_handles_stay_bounded():
@@ -156,6 +158,40 @@ def test_handles_stay_bounded():
     subject = handed_over(kept, handles_max=32)
     kept.apply(subject.rekey([stored([77])]))
     assert subject.stats().handles == len(kept.copies) <= 32
+
+
+def test_fidelities_and_what_inherits_them():
+    """A quantized run behind an exact block, whose own quantized twin lies beside it."""
+    salt, quantized = minted("acme"), minted("acme", Fidelity.QUANTIZED)
+    kept = kept_of(
+        [stored([1, 2], cache_salt=salt), stored([2, 3], 1, handles=[102, 103], cache_salt=quantized)],
+    )
+    chain = chain_of([1, 2, 3, 4], naming("acme"))
+    subject = handed_over(kept)
+    assert {record.handle: record.fidelity for record in subject.handles()} == {
+        1: Fidelity.EXACT,
+        2: Fidelity.EXACT,
+        102: Fidelity.QUANTIZED,
+        103: Fidelity.QUANTIZED,
+    }
+    [child] = subject.rekey([stored([4], 103)])
+    assert (child.chain, child.fidelity, child.origin.salt) == (chain[48:], Fidelity.QUANTIZED, salt)
+    assert subject.rekey([BlockRemoved((102, 2))]) == [
+        Removed(chain[16:32], fidelity=Fidelity.QUANTIZED),
+        Removed(chain[16:32]),
+    ]
+
+
+def test_a_prompt_that_began_quantized():
+    """Its first salt says so, and is as good an origin as any: names do not depend on fidelity."""
+    salt = minted("acme", Fidelity.QUANTIZED)
+    subject = handed_over(kept_of([stored([1], cache_salt=salt)]))
+    of, quantized = naming("acme"), Fidelity.QUANTIZED
+    chain, origin = chain_of([1, 2], of), Origin(salt, None, None, of.root)
+    assert subject.rekey([stored([2], 1), BlockRemoved((1,))]) == [
+        Stored(chain[:16], chain[16:], fidelity=quantized, handles=(2,), origin=origin),
+        Removed(chain[:16], fidelity=quantized),
+    ]
 
 
 # ---- namings that have changed ---------------------------------------------------------------------------------------
@@ -213,6 +249,7 @@ ORIGIN = Origin(None, None, None, DEFAULT.root)
         pytest.param([((1,), (1,), (1, 1, 1))], "numbers of copies", id="too many copies"),
         pytest.param([((1,), (1,), (0,))], "at least one", id="no copy"),
         pytest.param([((1,), (1,), (2**32,))], "at least one", id="copies beyond reason"),
+        pytest.param([((1,), (1,)), ((1,), (1,), (), Fidelity.FUSED)], "different blocks", id="two fidelities"),
     ],
 )
 def test_runs_that_contradict_themselves_restore_nothing(runs, reason):
@@ -244,6 +281,14 @@ def test_a_hand_over_after_every_batch_changes_nothing(seed, size):
     stats = whole.stats()
     assert (stats.pending, stats.unknown_parent, stats.unknown_handle) == (0, 0, 0)
     assert min(stats.stored, stats.removed, stats.foreign) > 10
+
+
+def test_the_seeded_streams_go_through_every_fidelity():
+    engine, subject, kept = Engine(3, OURS, orphans=False), rekeyer(), Kept()
+    for _ in range(60):
+        kept.apply(subject.rekey(engine.batch()))
+    seen = {fidelity for (_, fidelity), _ in kept.copies}
+    assert seen == {Fidelity.EXACT, Fidelity.QUANTIZED, Fidelity.FUSED}
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -16,11 +16,11 @@ from cachecore.events import (
     decode_batch,
     encode_batch,
 )
-from cachecore.holders import Epoch, Tier, Worker, WorkerName
+from cachecore.holders import Epoch, Place, Tier, Worker, WorkerName
 from cachecore.index.contract import Cleared, Removed, Stored
 from cachecore.index.memory import MemoryIndex
 from cachecore.rekey import Rekeyer
-from cachecore.scope import DEFAULT_TENANT, IdentityScope, KeyId, Keyring, Naming, Salt, TenantId
+from cachecore.scope import DEFAULT_TENANT, Fidelity, IdentityScope, KeyId, Keyring, Naming, Salt, TenantId
 
 OURS = 4
 RING = Keyring({0: bytes(range(32))}, 0)
@@ -170,6 +170,100 @@ def test_a_naming_of_another_block_size_is_a_programming_error():
     subject = Rekeyer(OURS, lambda salt, adapter: naming(block_size=8))
     with pytest.raises(ValueError, match="block size"):
         subject.rekey([stored([1])])
+
+
+# ---- fidelity --------------------------------------------------------------------------------------------------------
+
+
+def salt_of(fidelity, tenant=DEFAULT_TENANT):
+    return RING.mint_salt(Salt(KeyId(tenant, 0), fidelity))
+
+
+def fidelities(emitted):
+    return [event.fidelity for event in emitted]
+
+
+def test_a_salt_says_how_good_a_run_is_and_its_children_are_no_better():
+    subject, chain = rekeyer(), names(tokens(20))
+    emitted = subject.rekey(
+        [
+            stored([1]),
+            stored([2], 1, cache_salt=salt_of(Fidelity.QUANTIZED)),
+            stored([3], 2),
+            stored([4], 3, cache_salt=salt_of(Fidelity.FUSED)),
+            stored([5], 4, cache_salt=salt_of(Fidelity.EXACT)),
+        ]
+    )
+    assert fidelities(emitted) == [Fidelity(number) for number in (0, 1, 1, 3, 3)]
+    assert b"".join(event.chain for event in emitted) == chain
+    assert {record.handle: record.fidelity for record in subject.handles()} == {1: 0, 2: 1, 3: 1, 4: 3, 5: 3}
+    assert subject.rekey([BlockRemoved((5, 4, 3, 2, 1))]) == [
+        Removed(chain[64:] + chain[48:64], fidelity=Fidelity.FUSED),
+        Removed(chain[32:48] + chain[16:32], fidelity=Fidelity.QUANTIZED),
+        Removed(chain[:16]),
+    ]
+
+
+def test_one_name_at_two_fidelities_under_two_handles():
+    subject, index, chain = rekeyer(), MemoryIndex(), names(tokens(8))
+    quantized = {"cache_salt": salt_of(Fidelity.QUANTIZED)}
+    index.apply(HOLDER, 0, subject.rekey([stored([1, 2]), stored([102], 1, start=1, **quantized)]))
+    index.apply(HOLDER, 1, subject.rekey([stored([103], 102, start=2)]))
+    exact, worse = (Place(HOLDER, Tier.L0, fidelity) for fidelity in (Fidelity.EXACT, Fidelity.QUANTIZED))
+    longer = names(tokens(12))
+    assert index.match(longer).depths == {exact: 2, worse: 3}
+    index.apply(HOLDER, 2, subject.rekey([BlockRemoved((2,))]))
+    assert index.match(longer).depths == {exact: 1, worse: 3}
+    index.apply(HOLDER, 3, subject.rekey([BlockRemoved((102, 103))]))
+    assert index.match(chain).depths == {exact: 1}
+    assert index.stats().unknown_removals == 0
+
+
+def test_a_prompt_may_begin_quantized():
+    [event] = rekeyer().rekey([stored([1], cache_salt=salt_of(Fidelity.QUANTIZED, TenantId("acme")))])
+    assert (event.parent, event.fidelity) == (naming("acme").root, Fidelity.QUANTIZED)
+
+
+@pytest.mark.parametrize("text", ["theirs", "rw1.", "rw1.default.0.9.-.AAAA", "rw1.default.0.x.-.AAAA", "rw1.1.1.1"])
+def test_other_salts_behind_the_first_block_say_nothing(text):
+    assert fidelities(rekeyer().rekey([stored([1]), stored([2], 1, cache_salt=text)])) == [Fidelity.EXACT] * 2
+
+
+def test_a_run_that_waited_for_its_parent_is_no_better_than_it():
+    subject, fused = rekeyer(), salt_of(Fidelity.FUSED)
+    emitted = subject.rekey([stored([3], 2), stored([2], 1, cache_salt=fused), stored([1])])
+    assert fidelities(emitted) == [Fidelity.EXACT, Fidelity.FUSED, Fidelity.FUSED]
+
+
+def test_a_handle_that_comes_back_at_another_fidelity_replaces_the_old_one():
+    subject, chain = rekeyer(), names(tokens(4))
+    emitted = subject.rekey([stored([1]), stored([1]), stored([1], cache_salt=salt_of(Fidelity.QUANTIZED))])
+    assert bare(emitted[:2]) == [Stored(DEFAULT.root, chain)] * 2
+    assert emitted[3:] == [Removed(chain), Removed(chain)]
+    assert subject.rekey([BlockRemoved((1,))]) == [Removed(chain, fidelity=Fidelity.QUANTIZED)]
+
+
+def test_parts_of_blocks_are_as_good_as_the_worst():
+    subject, chain = rekeyer(), names(tokens(12))
+    quantized = {"cache_salt": salt_of(Fidelity.QUANTIZED)}
+    emitted = subject.rekey([stored([1, 2, 3], size=2), stored([4], 3, size=2, **quantized), stored([5, 6], 4, size=2)])
+    assert emitted == [
+        Stored(DEFAULT.root, chain[:16]),
+        Stored(chain[:16], chain[16:32], fidelity=Fidelity.QUANTIZED),
+        Stored(chain[16:32], chain[32:], fidelity=Fidelity.QUANTIZED),
+    ]
+    assert subject.rekey([BlockRemoved((3, 1))]) == [
+        Removed(chain[16:32], fidelity=Fidelity.QUANTIZED),
+        Removed(chain[:16]),
+    ]
+
+
+@pytest.mark.parametrize("dialect", Dialect)
+def test_every_dialect_carries_the_fidelity_of_a_later_run(dialect):
+    batch = EventBatch(0.0, (stored([1]), stored([2], 1, cache_salt=salt_of(Fidelity.QUANTIZED))))
+    emitted = rekeyer().rekey(decode_batch(encode_batch(batch, dialect)).events)
+    assert held(emitted) == part(names(tokens(8)), 0, 1)
+    assert fidelities(emitted) == [Fidelity.EXACT, Fidelity.QUANTIZED]
 
 
 # ---- extras ----------------------------------------------------------------------------------------------------------
