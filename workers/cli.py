@@ -1,7 +1,8 @@
-"""`ropeway worker`, `model` and `quality`: their subcommands' arguments live beside the code they start."""
+"""`ropeway worker`, `model`, `quality` and `benchmark`: their arguments live beside the code they start."""
 
 import argparse
 
+from workers.reference.benchmark_cli import add_benchmark_parser
 from workers.reference.cli import add_quality_parser, add_reference_parser
 from workers.reference.model_cli import add_model_parser
 from workers.simulated.cli import add_simulated_parser
@@ -26,3 +27,4 @@ def add_parsers(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]
     add_simulated_parser(kinds)
     add_model_parser(subparsers)
     add_quality_parser(subparsers)
+    add_benchmark_parser(subparsers)

@@ -3,11 +3,14 @@
 `workers.openai` speaks OpenAI's API over any `Engine`; `workers.reference` and `workers.simulated` implement it.
 """
 
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
 from cachecore.prompts.contract import Renderer
+from cachecore.scope import Fidelity
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,9 @@ class Generation:
     priority: int = 0
     """Smaller runs sooner, as in vLLM."""
     kv_transfer_params: Mapping[str, Any] | None = None
+    """Under `cachecore.transfer.plan.PARAMETER` a list of plans; what is wrong with one costs that plan alone."""
+    fidelity: Fidelity = Fidelity.EXACT
+    """The worst KV that it may be answered from."""
 
 
 class TokenLogprob(NamedTuple):
@@ -48,6 +54,41 @@ class TokenLogprob(NamedTuple):
     logprob: float
     top: Sequence[tuple[int, float]] = ()
     """(token id, logprob), best first."""
+
+
+class TransferOutcome(StrEnum):
+    FETCHED = "fetched"
+    """Everything that was missing and planned has come."""
+    HELD = "held"
+    """Nothing had to be fetched: what was planned was there, or just arriving for somebody else."""
+    REFUSED = "refused"
+    """A plan was not carried out, or its source said no, and that part was computed."""
+    FAILED = "failed"
+    """Part of it did not come, or not in time, and was computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferReport:
+    """What became of the plans of a generation."""
+
+    outcome: TransferOutcome
+    reason: str = ""
+    """`cachecore.transfer.errors.Reason` of the first plan that was refused or failed."""
+    tokens: int = 0
+    """Of the prompt, that came and were used."""
+    payload_bytes: int = 0
+    seconds: float = 0.0
+    """From the beginning of the first fetch to the end of the last."""
+    sources: int = 0
+    """That something came from."""
+
+    def header(self) -> str:
+        """As `x-ropeway-transfer` has it."""
+        parts = [f"outcome={self.outcome.value}"]
+        if self.reason:
+            parts.append(f"reason={self.reason}")
+        numbers = f"tokens={self.tokens}; bytes={self.payload_bytes}; seconds={self.seconds:.6f}"
+        return "; ".join((*parts, numbers, f"sources={self.sources}"))
 
 
 @dataclass(slots=True)
@@ -64,6 +105,10 @@ class StepOutput:
     """`stop` or `length`; set on the last output."""
     cached_tokens: int = 0
     """Prompt tokens that were not computed. Final from the first output on."""
+    fidelity: Fidelity = Fidelity.EXACT
+    """The worst of the KV that the prompt was answered from. Final from the first output on."""
+    transfer: TransferReport | None = None
+    """On the first output only; None where there was no plan."""
 
 
 class EngineError(Exception):
@@ -72,6 +117,46 @@ class EngineError(Exception):
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
         self.status = status
+
+
+@dataclass(slots=True)
+class TransferMetrics:
+    """What `/metrics` reports as `ropeway_worker_transfer_*`. Counters only grow, but for `loading`."""
+
+    loading: int = 0
+    """Generations that wait for KV."""
+    pulls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Plans, by `TransferOutcome` value and reason."""
+    pulled_tokens: int = 0
+    pulled_bytes: int = 0
+    pull_seconds: float = 0.0
+    """Of the pulls that were fetched, all together."""
+    served: int = 0
+    """Pulls of others, served to the end."""
+    served_bytes: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    """Pulls of others that were refused, by reason."""
+
+
+@dataclass(slots=True)
+class HostMetrics:
+    """What `/metrics` reports as `ropeway_worker_host_*`: KV in host memory (tier L1). Counters only grow, but for the
+    first three."""
+
+    blocks: int = 0
+    bytes: int = 0
+    bytes_max: int = 0
+    hit_tokens: int = 0
+    """That came back to the engine's memory."""
+    stored_blocks: int = 0
+    removed_blocks: int = 0
+    """For want of room."""
+    saved_bytes: int = 0
+    """Copied from the engine's memory; less than was stored where blocks were still there."""
+    fetched_bytes: int = 0
+    """Copied back."""
+    copy_seconds: float = 0.0
+    """That the engine's thread spent on copies."""
 
 
 @dataclass(slots=True)
@@ -91,6 +176,33 @@ class EngineMetrics:
     preemptions: int = 0
     requests_finished: dict[str, int] = field(default_factory=dict)
     """By finish reason; `abort` for those whose client left."""
+    transfer: TransferMetrics | None = None
+    """None for an engine that moves no KV."""
+    host: HostMetrics | None = None
+    """None for an engine that keeps no KV in host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferInfo:
+    """The `transfer` of `/server_info`: what the engine can move, and as whom."""
+
+    holder: str
+    """`holder_id` of `cachecore.index.schema`: what plans name as source and target."""
+    addresses: Sequence[str]
+    """Where it serves: `scheme://host:port`."""
+    compatibility: str
+    """Hex digest of the class; only equal ones exchange KV."""
+    codecs: Sequence[str]
+    """What it serves and takes."""
+    bytes_per_token: int
+    """As the engine keeps it: all layers, keys and values."""
+    shifted: bool = False
+    """Whether it takes runs that were computed at another position."""
+    pools: Sequence[Mapping[str, Any]] = ()
+    """Pools that it has open: `name`, `generation`, `run_blocks`, `codec`."""
+
+    def document(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +222,13 @@ class EngineInfo:
     """Where the weights came from."""
     sequences_max: int = 0
     """Generations that run at once; 0 when there is no limit."""
+    transfer: TransferInfo | None = None
+    """None while the engine moves no KV."""
 
 
 class Engine(Protocol):
     info: EngineInfo
+    """May be replaced: an address is known once the engine has started."""
     renderer: Renderer
 
     @property

@@ -8,16 +8,21 @@ from typing import Any
 from fastapi import FastAPI
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from workers.engine import Engine, TokenLogprob
+from workers.engine import Engine, TokenLogprob, TransferInfo
+from workers.kv_quality import QualityJournal
 from workers.openai.answers import AnswerShape, ChatShape, CompletionShape, text_of, usage
 from workers.openai.choices import Choice, follow
 from workers.openai.errors import ApiError, InvalidRequest
+from workers.openai.fidelity import accepted_fidelity, kv_headers
 from workers.openai.metrics import registry_of
-from workers.openai.requests import Served, chat_choices, chat_prompt, completion_choices, encoded
+from workers.openai.pools import PoolCollector, PoolDesk, mount_pools
+from workers.openai.quality import QualityCollector, mount_quality
+from workers.openai.requests import Caller, Served, chat_choices, chat_prompt, completion_choices, encoded
 from workers.openai.responses import (
     JsonResponse,
     RequestIds,
@@ -48,11 +53,14 @@ def build_app(
     publisher: EventPublisher | None = None,
     adapters: Sequence[str] = (),
     output_tokens_default: int | None = None,
+    pools: PoolDesk | None = None,
+    quality: QualityJournal | None = None,
 ) -> FastAPI:
     """The worker's whole HTTP surface. Its lifespan starts and stops the engine.
 
     `kind` names the engine on `/server_info`; `adapters` are further model names that the engine takes as LoRA
-    adapters; `output_tokens_default` is the output length of requests that name none (None: OpenAI's defaults).
+    adapters; `output_tokens_default` is the output length of requests that name none (None: OpenAI's defaults);
+    `pools` are those that the engine has open; `quality` is what checking its answers has shown.
     """
     served = Served(engine, kind, tuple(adapters), output_tokens_default)
     app = FastAPI(title="Ropeway worker", lifespan=_lifespan_of(engine), openapi_url=None)
@@ -61,7 +69,12 @@ def build_app(
         app.add_exception_handler(status_or_type, _on_exception)
     _Completions(served).mount(app)
     _Tokens(served).mount(app)
-    _Administration(served, publisher).mount(app)
+    collectors = [] if quality is None else [QualityCollector(quality)]
+    _Administration(served, publisher, pools, collectors).mount(app)
+    if pools is not None:
+        mount_pools(app, pools)
+    if quality is not None:
+        mount_quality(app, quality)
     return app
 
 
@@ -114,7 +127,7 @@ class _Completions:
         request = checked(document, ChatRequest)
         request.check()
         request_id = request_id_of(http)
-        choices = chat_choices(self._served, request, document, request_id)
+        choices = chat_choices(self._served, request, document, Caller(request_id, accepted_fidelity(http)))
         model = request.model or self._engine.info.model
         return self._answer(request, choices, ChatShape(self._engine.renderer, f"chatcmpl-{request_id}", model))
 
@@ -122,7 +135,7 @@ class _Completions:
         request = checked(read_document(await http.body()), CompletionRequest)
         request.check()
         request_id = request_id_of(http)
-        choices = completion_choices(self._served, request, request_id)
+        choices = completion_choices(self._served, request, Caller(request_id, accepted_fidelity(http)))
         model = request.model or self._engine.info.model
         shape = CompletionShape(
             self._engine.renderer,
@@ -135,8 +148,8 @@ class _Completions:
 
     def _answer(self, request: GenerationRequest, choices: Sequence[Choice], shape: AnswerShape) -> Response:
         if request.stream:
-            return streamed(self._events(choices, shape, request.includes_usage))
-        return whole(lambda: self._document(choices, shape))
+            return streamed(self._events(choices, shape, request.includes_usage), lambda: kv_headers(choices))
+        return whole(lambda: self._document(choices, shape), lambda: kv_headers(choices))
 
     async def _document(self, choices: Sequence[Choice], shape: AnswerShape) -> dict[str, Any]:
         texts: dict[int, list[str]] = {choice.index: [] for choice in choices}
@@ -221,12 +234,23 @@ class _Tokens:
 class _Administration:
     """What the worker says of itself, and the one thing it can be told."""
 
-    def __init__(self, served: Served, publisher: EventPublisher | None) -> None:
+    def __init__(
+        self,
+        served: Served,
+        publisher: EventPublisher | None,
+        pools: PoolDesk | None,
+        collectors: Sequence[Collector],
+    ) -> None:
         self._served = served
         self._engine = served.engine
         self._publisher = publisher
         self._created = int(time.time())
+        self._pools = pools
         self._registry = registry_of(served.engine)
+        if pools is not None:
+            self._registry.register(PoolCollector(pools))
+        for collector in collectors:
+            self._registry.register(collector)
 
     def mount(self, app: FastAPI) -> None:
         app.add_route("/v1/models", _guarded(self.models), methods=["GET"])
@@ -275,8 +299,13 @@ class _Administration:
                 "dtype": info.dtype,
                 "tokenizer_fingerprint": self._engine.renderer.fingerprint,
                 "kv_events": None if publisher is None else publisher.describe(info.block_size_tokens),
+                **({} if info.transfer is None else {"transfer": self._transfer(info.transfer)}),
             }
         )
+
+    def _transfer(self, info: TransferInfo) -> dict[str, Any]:
+        """With the pools as they are now: one that was away, or was wiped, has got another generation."""
+        return info.document() if self._pools is None else {**info.document(), "pools": self._pools.describe()}
 
     async def reset_prefix_cache(self, _http: Request) -> Response:
         await self._engine.reset_prefix_cache()

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from workers.engine import Engine, Generation, StepOutput, TokenLogprob
+from cachecore.scope import Fidelity
+from workers.engine import Engine, Generation, StepOutput, TokenLogprob, TransferReport
 from workers.openai.text import StopScanner, TextStream
 
 
@@ -44,6 +45,8 @@ class Choice:
         self.stop_reason: str | int | None = None
         self.finish_reason: str | None = None
         self.cached_tokens = 0
+        self.fidelity = Fidelity.EXACT
+        self.transfer: TransferReport | None = None
         self.output_tokens = 0
         self.prompt_logprobs: Sequence[TokenLogprob | None] | None = None
         self._stream = TextStream(partial(engine.renderer.decode, skip_special_tokens=True))
@@ -55,6 +58,8 @@ class Choice:
     def feed(self, output: StepOutput) -> Delta:
         """Take what a step brought. Once `finish_reason` is set, close the generation and feed nothing more."""
         self.cached_tokens = output.cached_tokens
+        self.fidelity = output.fidelity
+        self.transfer = self.transfer or output.transfer
         self.output_tokens += len(output.token_ids)
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cachecore.prompts.contract import Rendered, Renderer
+from cachecore.scope import Fidelity
 from workers.engine import Engine, Generation, Sampling
 from workers.openai.choices import Choice, Prompt
 from workers.openai.errors import ContextExceeded, InvalidRequest, UnknownModel
@@ -36,6 +37,14 @@ class Served:
         raise UnknownModel(model)
 
 
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """What a request says beside its body."""
+
+    request_id: str
+    fidelity: Fidelity = Fidelity.EXACT
+
+
 def encoded(renderer: Renderer, rendered: Rendered) -> "array[int]":
     tokens = array("I")
     for segment in rendered.segments:
@@ -54,17 +63,17 @@ def completion_prompts(renderer: Renderer, request: CompletionRequest) -> list[P
     ]
 
 
-def chat_choices(served: Served, request: ChatRequest, document: Mapping[str, Any], request_id: str) -> list[Choice]:
+def chat_choices(served: Served, request: ChatRequest, document: Mapping[str, Any], caller: Caller) -> list[Choice]:
     """Raises ApiError or PromptError."""
     prompt = chat_prompt(served.engine.renderer, document)
     allowed = request.max_completion_tokens or request.max_tokens
     if allowed is None:
         allowed = served.output_tokens_default
     sampling = _sampling(served, request, prompt, allowed, None, request.logprobs_count)
-    return _choices(served, request, [(prompt, sampling)], request_id)
+    return _choices(served, request, [(prompt, sampling)], caller)
 
 
-def completion_choices(served: Served, request: CompletionRequest, request_id: str) -> list[Choice]:
+def completion_choices(served: Served, request: CompletionRequest, caller: Caller) -> list[Choice]:
     """Raises ApiError."""
     default = served.output_tokens_default or COMPLETION_TOKENS_DEFAULT
     # Nothing but the prompt's logprobs is asked for where max_tokens is 0: engines produce a token all the same.
@@ -76,11 +85,11 @@ def completion_choices(served: Served, request: CompletionRequest, request_id: s
         (prompt, _sampling(served, request, prompt, allowed or default, prompt_logprobs, request.logprobs))
         for prompt in completion_prompts(served.engine.renderer, request)
     ]
-    return _choices(served, request, jobs, request_id)
+    return _choices(served, request, jobs, caller)
 
 
 def _choices(
-    served: Served, request: GenerationRequest, jobs: Sequence[tuple[Prompt, Sampling]], request_id: str
+    served: Served, request: GenerationRequest, jobs: Sequence[tuple[Prompt, Sampling]], caller: Caller
 ) -> list[Choice]:
     adapter = served.adapter_of(request.model)
     serial = next(served.serial)
@@ -89,13 +98,14 @@ def _choices(
         for branch in range(request.n or 1):
             index = len(choices)
             generation = Generation(
-                request_id=f"{request_id}-{serial}-{index}",
+                request_id=f"{caller.request_id}-{serial}-{index}",
                 token_ids=prompt.token_ids,
                 sampling=_branch(sampling, branch),
                 cache_salt=request.cache_salt or "",
                 adapter=adapter,
                 priority=request.priority or 0,
                 kv_transfer_params=request.kv_transfer_params,
+                fidelity=caller.fidelity,
             )
             choices.append(Choice(index, prompt, generation, served.engine, request.stops))
     return choices

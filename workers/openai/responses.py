@@ -7,7 +7,7 @@ which closes the generation in the engine, whether or not a byte was sent.
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -67,12 +67,17 @@ class Answer(Response):
             await asyncio.gather(work, departure, return_exceptions=True)
 
 
-def whole(answer: Callable[[], Awaitable[Any]]) -> Answer:
+Headers = Callable[[], Mapping[str, str]]
+"""Asked for when the body begins, of which they may tell."""
+
+
+def whole(answer: Callable[[], Awaitable[Any]], headers: Headers = dict) -> Answer:
     """One JSON document, once it is complete."""
 
     async def work(scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            response = JsonResponse(await answer())
+            document = await answer()
+            response = JsonResponse(document, headers=headers())
         except Exception as error:
             response = error_response(error)
         await response(scope, receive, send)
@@ -80,7 +85,7 @@ def whole(answer: Callable[[], Awaitable[Any]]) -> Answer:
     return Answer(work)
 
 
-def streamed(events: AsyncGenerator[bytes, None]) -> Answer:
+def streamed(events: AsyncGenerator[bytes, None], headers: Headers = dict) -> Answer:
     """Server-sent events. The status is decided by the first: what fails before it is an ordinary error."""
 
     async def work(scope: Scope, receive: Receive, send: Send) -> None:
@@ -90,7 +95,8 @@ def streamed(events: AsyncGenerator[bytes, None]) -> Answer:
             except Exception as error:
                 await error_response(error)(scope, receive, send)
                 return
-            await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM_HEADERS})
+            own = [(name.encode(), value.encode()) for name, value in headers().items()]
+            await send({"type": "http.response.start", "status": 200, "headers": [*_EVENT_STREAM_HEADERS, *own]})
             await _send(send, first)
             try:
                 async for item in events:

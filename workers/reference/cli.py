@@ -5,17 +5,25 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from workers.pools import OpenPools, add_pool_arguments, pools_of
 
 if TYPE_CHECKING:
     from cachecore.events import KvEvent
     from workers.publisher import EventPublisher
+    from workers.reference.tiers.pools import PoolTier
+    from workers.reference.transfer.service import TransferOptions
 
 _OPTIONAL_MODULES = frozenset({"torch", "numpy", "safetensors", "gguf"})
 
 _DESCRIPTION = "Serve a Llama-architecture model over OpenAI's API, announcing its KV blocks."
-_EXAMPLE = "example:\n  ropeway worker reference --model smollm2 --port 8101"
+_EXAMPLE = """\
+examples:
+  ropeway worker reference --model smollm2 --port 8101
+  ropeway worker reference --keyring keyring.json --port 8101 --transfer-port 7101   # moves KV from and to its peers"""
 
 _QUALITY_DESCRIPTION = """\
 Measure how close answers from moved, repaired or quantized KV come to full prefill: KL divergence and top-1 agreement
@@ -51,7 +59,42 @@ def add_reference_parser(subparsers: "argparse._SubParsersAction[argparse.Argume
     parser.add_argument("--threads", type=int, default=0, metavar="N", help="torch threads (default: torch's choice)")
     parser.add_argument("--keyring", type=Path, metavar="FILE", help="keys that name blocks; default: new ones")
     parser.add_argument("--kv-events-port", type=int, default=0, metavar="PORT", help="0 picks a free one (default)")
+    parser.add_argument(
+        "--host-kv-mib", type=int, default=0, metavar="MIB", help="host memory for what the KV memory gives up"
+    )
+    _add_transfer_arguments(
+        parser.add_argument_group("moving KV", "With --keyring only: peers must have the same keys.")
+    )
+    add_pool_arguments(parser)
     parser.set_defaults(run=run)
+
+
+def _add_transfer_arguments(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument("--transfer-host", default="127.0.0.1", metavar="HOST", help="default: 127.0.0.1")
+    group.add_argument("--transfer-port", type=int, default=0, metavar="PORT", help="0 picks a free one (default)")
+    group.add_argument(
+        "--transport",
+        action="append",
+        choices=("nixl", "mooncake"),
+        default=[],
+        help="move KV by this engine as well, between workers that both have it (its extra must be installed)",
+    )
+    group.add_argument("--no-transfer", action="store_true", help="neither serve KV to peers nor pull it from them")
+    group.add_argument("--name", default="", help="of this worker in plans; default: where it serves KV")
+    group.add_argument(
+        "--codecs",
+        type=lambda text: tuple(text.split(",")),
+        metavar="LIST",
+        help="what KV may travel in (default: what is measured to be good enough for the model, once, when the worker "
+        "has nothing else to do; until then raw, and i8 for smollm2)",
+    )
+    group.add_argument(
+        "--check-share",
+        type=_share,
+        default=0.005,
+        metavar="SHARE",
+        help="of answers from quantized or repaired KV, to be computed again and compared (default: 0.005)",
+    )
 
 
 def add_quality_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -77,15 +120,15 @@ def add_quality_parser(subparsers: "argparse._SubParsersAction[argparse.Argument
 
 def run_quality(args: argparse.Namespace) -> int:
     """Measure and print. Exit code 1 when the model or the documents cannot be read."""
-    return _guarded(_measure_quality, args)
+    return guarded(_measure_quality, args)
 
 
 def run(args: argparse.Namespace) -> int:
     """Load the model and serve it until told to stop."""
-    return _guarded(_serve, args)
+    return guarded(_serve, args)
 
 
-def _guarded(command: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+def guarded(command: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
     """Run a command; what its user can mend is one line."""
     try:
         return command(args)
@@ -105,10 +148,16 @@ def _serve(args: argparse.Namespace) -> int:
     from cachecore.scope import Keyring
     from workers.openai.server import serve
     from workers.reference.engine import EngineOptions, ReferenceEngine
+    from workers.reference.guard import GuardOptions
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    directory, name = _model_directory(args.model)
+    pools = pools_of(args)
+    directory, name = model_directory(args.model)
+    transfer = _transfer_options(args, name)
+    tier = None if pools is None else _pool_tier(pools, transfer)
+    if transfer is not None and tier is not None:
+        transfer = replace(transfer, attachments=(*transfer.attachments, tier.attach))
     options = EngineOptions(
         served_model_name=args.served_model_name or name,
         device=args.device or "",
@@ -119,15 +168,45 @@ def _serve(args: argparse.Namespace) -> int:
         max_model_len=args.max_model_len,
         batched_tokens_max=args.max_batched_tokens,
         sequences_max=args.max_sequences,
+        transfer=transfer,
+        guard=GuardOptions(args.check_share) if transfer is not None and args.check_share else None,
+        on_named=tier.offer if tier is not None else lambda run: None,
+        host_kv_mib=args.host_kv_mib,
     )
     keyring = Keyring.load(args.keyring) if args.keyring else Keyring.generate()
     renderer = HuggingFaceRenderer.load(directory)
     publisher = _publisher(args.kv_events_port)
     try:
         engine = ReferenceEngine.load(directory, renderer, options, keyring, _announcer(publisher))
-        return serve(engine, args.host, args.port, publisher=publisher)
+        if not args.codecs:
+            engine.calibrate(directory)
+        engine.listen()
+        return serve(engine, args.host, args.port, publisher=publisher, pools=tier, quality=engine.quality)
     finally:
         publisher.close()
+
+
+def _transfer_options(args: argparse.Namespace, model: str) -> "TransferOptions | None":
+    """None where no peer could authenticate what this worker sends."""
+    from cachecore.kv.codecs.registry import codec_named
+    from workers.reference.fetch import SMOLLM2
+    from workers.reference.transfer.service import TransferOptions
+
+    if args.no_transfer or not args.keyring:
+        return None
+    codecs = args.codecs or (("raw", "i8") if model == SMOLLM2 else ("raw",))
+    for codec in codecs:
+        codec_named(codec)
+    return TransferOptions(args.transfer_host, args.transfer_port, args.name, codecs, wires=args.transport)
+
+
+def _pool_tier(pools: OpenPools, transfer: "TransferOptions | None") -> "PoolTier":
+    """Raises ValueError."""
+    from workers.reference.tiers.pools import PoolTier
+
+    if transfer is None:
+        raise ValueError("--pool needs --keyring, by which pooled KV is authenticated, and no --no-transfer")
+    return PoolTier(pools, transfer.codecs)
 
 
 def _measure_quality(args: argparse.Namespace) -> int:
@@ -146,7 +225,7 @@ def _measure_quality(args: argparse.Namespace) -> int:
         documents = read_documents(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
-    directory, name = _model_directory(args.model)
+    directory, name = model_directory(args.model)
     renderer = HuggingFaceRenderer.load(directory)
     with progress_bar() as progress:
         report = report_quality(
@@ -164,6 +243,13 @@ def _measure_quality(args: argparse.Namespace) -> int:
     return 0
 
 
+def _share(text: str) -> float:
+    share = float(text)
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return share
+
+
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
@@ -171,7 +257,7 @@ def _positive(text: str) -> int:
     return number
 
 
-def _model_directory(model: str) -> tuple[Path, str]:
+def model_directory(model: str) -> tuple[Path, str]:
     """Where the model lies and what it is called, fetching or converting it first where needed."""
     from workers.reference.fetch import SMOLLM2, default_cache_dir, import_gguf
     from workers.reference.model_cli import fetch_with_progress, progress_bar

@@ -70,6 +70,21 @@ class _Batch:
     logit_rows: Tensor
 
 
+@dataclass(slots=True, eq=False)
+class Forward:
+    """A pass through the layers that may be paused between two of them."""
+
+    batch: _Batch
+    kv: "KvTensors"
+    hidden: Tensor
+    """[N, H], what `layer` is to be computed from."""
+    layer: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return len(self.hidden)
+
+
 class KvTensors:
     """Keys (rotated) and values of every block: `keys[layer]` is [blocks, block_size, K, D]."""
 
@@ -106,17 +121,34 @@ class LlamaModel:
         self.dtype = weights.embedding.dtype
         self.rope = rope_table(config.rope, positions, self.device)
 
-    @torch.inference_mode()
     def forward(self, segments: Sequence[Segment], kv: KvTensors) -> Tensor:
         """Compute the segments, writing their KV. Logits, fp32 [rows, vocabulary]: one row per segment (its last
         token), or one per token where `all_logits` is set, in order."""
+        forward = self.begin(segments, kv)
+        self.advance(forward, self.layers)
+        return self.finish(forward)
+
+    @torch.inference_mode()
+    def begin(self, segments: Sequence[Segment], kv: KvTensors) -> "Forward":
+        """A pass through the layers that may pause between any two of them."""
         batch = self._prepare(segments, kv.block_size_tokens)
-        hidden = self.embed(batch.token_ids)
-        for index in range(self.layers):
-            queries, keys, values = self.project(index, hidden, batch.turns)
+        return Forward(batch, kv, self.embed(batch.token_ids))
+
+    @torch.inference_mode()
+    def advance(self, forward: "Forward", end: int) -> None:
+        """Compute the layers before `end` that have not been computed. Layer by layer, what the segments attend to must
+        be in place."""
+        batch, kv = forward.batch, forward.kv
+        for index in range(forward.layer, end):
+            queries, keys, values = self.project(index, forward.hidden, batch.turns)
             kv.write(index, batch.slots, keys, values)
-            hidden = self.absorb(index, hidden, self._attend(index, queries, batch, kv))
-        return self.logits(hidden.index_select(0, batch.logit_rows))
+            forward.hidden = self.absorb(index, forward.hidden, self._attend(index, queries, batch, kv))
+            forward.layer = index + 1
+
+    @torch.inference_mode()
+    def finish(self, forward: "Forward") -> Tensor:
+        """The logits of a pass that has been through every layer, as `forward` gives them."""
+        return self.logits(forward.hidden.index_select(0, forward.batch.logit_rows))
 
     @property
     def layers(self) -> int:

@@ -7,7 +7,7 @@ token: KL divergence from full prefill, and whether the likeliest token is the s
 """
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +34,7 @@ PASSAGES_PER_PROMPT = 4
 ANSWER_TOKENS_MAX = 24
 _PASSAGE_TOKENS_MAX = 320
 _BLOCK_SIZE = 16
+_STEP_TOKENS = 128
 _SYSTEM = "You answer questions about the passages that you are given. Use only what they say."
 _ASKED = "Question: {question}\nAnswer in two sentences."
 _HERE = "\u241e"
@@ -123,11 +124,13 @@ def read_documents(text: str) -> list[Document]:
     return documents
 
 
-def draw_prompts(documents: Sequence[Document], renderer: Renderer, count: int, seed: int) -> Iterator[Prompt]:
-    """Prompts of four passages each, drawn and ordered by the seed."""
+def draw_prompts(
+    documents: Sequence[Document], renderer: Renderer, count: int, seed: int, passages_each: int = PASSAGES_PER_PROMPT
+) -> Iterator[Prompt]:
+    """Prompts of some passages each, drawn and ordered by the seed."""
     draw = random.Random(seed)
     for _ in range(count):
-        chosen = draw.sample(documents, PASSAGES_PER_PROMPT)
+        chosen = draw.sample(documents, passages_each)
         asked = draw.choice(chosen)
         user = f"{_HERE}{_ASKED.format(question=asked.question)}"
         messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": user}]
@@ -144,14 +147,22 @@ def measure(
 ) -> list[Row]:
     """Run every case on every prompt; `progress` is told how many prompts are done."""
     rows = [Row(case) for case in wanted]
+    places = {case.cached for case in wanted}
     for done, prompt in enumerate(prompts, start=1):
-        bench = _Bench.of(model, prompt)
+        bench = Bench.of(model, prompt, places)
         for row in rows:
             kl, top1 = bench.compare(row.case)
             row.kl.append(kl)
             row.top1.append(top1)
         progress(done)
     return rows
+
+
+def load_model(directory: Path) -> LlamaModel:
+    """fp32 on CPU, bf16 on CUDA. Raises ModelError."""
+    options, config = EngineOptions(directory.name), ModelConfig.load(directory)
+    weights = load_weights(directory, config, options.torch_dtype(), options.torch_device())
+    return LlamaModel(config, weights, config.max_positions)
 
 
 def report_quality(
@@ -162,22 +173,22 @@ def report_quality(
     draw: tuple[int, int],
     progress: Callable[[int], None] = lambda _: None,
 ) -> QualityReport:
-    """Every case on prompts from `corpus` (name, documents), `draw` being how many and their seed; fp32 on CPU, bf16 on
-    CUDA. Raises ModelError, and ValueError for a prompt that the model's context does not hold."""
-    options = EngineOptions(model_name)
+    """Every case on prompts from `corpus` (name, documents), `draw` being how many and their seed.
+
+    Raises ModelError, and ValueError for a prompt that the model's context does not hold.
+    """
     config = ModelConfig.load(directory)
     count, seed = draw
     prompts = list(draw_prompts(corpus[1], renderer, count, seed))
     longest = max(len(prompt.context) + len(prompt.question) for prompt in prompts) + ANSWER_TOKENS_MAX
     if longest > config.max_positions:
         raise ValueError(f"a prompt of {longest} tokens does not fit into the model's {config.max_positions}")
-    weights = load_weights(directory, config, options.torch_dtype(), options.torch_device())
-    rows = measure(LlamaModel(config, weights, config.max_positions), prompts, cases(), progress)
+    rows = measure(load_model(directory), prompts, cases(), progress)
     return QualityReport(model_name, corpus[0], count, [row.summary() for row in rows])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Bench:
+class Bench:
     """One prompt: full prefill's answer, and the cached KV of its passages."""
 
     model: LlamaModel
@@ -191,20 +202,31 @@ class _Bench:
     cached: Mapping[str, Sequence[Passage]]
 
     @classmethod
-    def of(cls, model: LlamaModel, prompt: Prompt) -> "_Bench":
-        logits, answer = _answer(model, [*prompt.context, *prompt.question])
-        system = _computed(model, [], prompt.system)
-        cached = {
-            "after_system": [system._replace(exact=True)],
-            "alone": [system._replace(exact=True)],
-        }
-        for index, token_ids in enumerate(prompt.passages):
-            behind = _computed(model, [system], token_ids)
-            cached["after_system"].append(behind._replace(exact=index == 0))
-            cached["alone"].append(_computed(model, [], token_ids)._replace(alone=True))
-        whole = stitch([_computed(model, [], prompt.context)], model.rope)
-        forced = torch.tensor([*prompt.question, *answer[:-1]], device=model.device)
-        return cls(model, torch.tensor(prompt.question, device=model.device), forced, logits, whole, cached)
+    def of(cls, model: LlamaModel, prompt: Prompt, places: Collection[str]) -> "Bench":
+        """`places` are those of the cases to come: only their passages are computed."""
+        pieces = cls.assembling(model, prompt, places)
+        while True:
+            try:
+                next(pieces)
+            except StopIteration as ended:
+                bench: Bench = ended.value
+                return bench
+
+    @classmethod
+    def assembling(
+        cls, model: LlamaModel, prompt: Prompt, places: Collection[str] = ()
+    ) -> Generator[None, None, "Bench"]:
+        """`of`, giving way to others now and then."""
+        context = prompt.context
+        answered = yield from _answering(model, [*context, *prompt.question])
+        keys, values = (
+            pool.flatten(1, 2)[:, : len(context)].clone() for pool in (answered.kv.keys, answered.kv.values)
+        )
+        whole = stitch([Passage(context, keys, values, 0)], model.rope)
+        cached = {place: _PASSAGES[place](model, prompt) for place in _PASSAGES if place in places}
+        forced = torch.tensor([*prompt.question, *answered.token_ids[:-1]], device=model.device)
+        question = torch.tensor(prompt.question, device=model.device)
+        return cls(model, question, forced, answered.logits, whole, cached)
 
     def compare(self, case: Case) -> tuple[float, float]:
         """KL from full prefill, and the share of tokens whose likeliest one is the same."""
@@ -229,19 +251,33 @@ class _Bench:
         return context
 
 
-def _answer(model: LlamaModel, prompt: Sequence[int]) -> tuple[Tensor, list[int]]:
-    """The greedy answer of full prefill by the engine's own forward pass, and the logits that chose each token."""
+class _Answered(NamedTuple):
+    """What full prefill said, by the engine's own forward pass."""
+
+    logits: Tensor
+    """[answer tokens, vocabulary]: what chose each token."""
+    token_ids: list[int]
+    kv: KvTensors
+    """Of prompt and answer, in blocks 0, 1, ..."""
+
+
+def _answering(model: LlamaModel, prompt: Sequence[int]) -> Generator[None, None, _Answered]:
+    """The greedy answer of full prefill."""
     blocks = list(range(-(-(len(prompt) + ANSWER_TOKENS_MAX) // _BLOCK_SIZE)))
     kv = KvTensors(model.config, len(blocks), _BLOCK_SIZE, model.dtype, model.device)
-    rows = [model.forward([Segment(prompt, 0, blocks)], kv)]
+    rows = []
+    for start in range(0, len(prompt), _STEP_TOKENS):
+        rows = [model.forward([Segment(prompt[start : start + _STEP_TOKENS], start, blocks)], kv)]
+        yield
     answer = [int(rows[-1].argmax())]
     while len(answer) < ANSWER_TOKENS_MAX and answer[-1] not in model.config.eos_token_ids:
         rows.append(model.forward([Segment(answer[-1:], len(prompt) + len(answer) - 1, blocks)], kv))
         answer.append(int(rows[-1].argmax()))
-    return torch.cat(rows), answer
+        yield
+    return _Answered(torch.cat(rows), answer, kv)
 
 
-def _computed(model: LlamaModel, before: Sequence[Passage], token_ids: Sequence[int]) -> Passage:
+def computed(model: LlamaModel, before: Sequence[Passage], token_ids: Sequence[int]) -> Passage:
     """The KV of `token_ids` behind others, as it would have been cached."""
     config, position = model.config, sum(len(one.token_ids) for one in before)
     shape = (config.layers, len(token_ids), config.kv_heads, config.head_dim)
@@ -251,11 +287,28 @@ def _computed(model: LlamaModel, before: Sequence[Passage], token_ids: Sequence[
     return Passage(token_ids, context.keys[:, position:], context.values[:, position:], position)
 
 
+def _behind_the_system_prompt(model: LlamaModel, prompt: Prompt) -> list[Passage]:
+    system = computed(model, [], prompt.system)._replace(exact=True)
+    passages = [computed(model, [system], token_ids) for token_ids in prompt.passages]
+    return [system, passages[0]._replace(exact=True), *passages[1:]]
+
+
+def _alone(model: LlamaModel, prompt: Prompt) -> list[Passage]:
+    passages = [computed(model, [], token_ids)._replace(alone=True) for token_ids in prompt.passages]
+    return [computed(model, [], prompt.system)._replace(exact=True), *passages]
+
+
+_PASSAGES: Mapping[str, Callable[[LlamaModel, Prompt], list[Passage]]] = {
+    "after_system": _behind_the_system_prompt,
+    "alone": _alone,
+}
+
+
 def _coded(model: LlamaModel, codec: str, keys: Tensor, values: Tensor, position: int) -> LayerKv:
     """Keys and values [L, n, K, D] as a codec brings them back, to where they were."""
     decoded = []
     for layer in range(model.layers):
-        origin = Origin(layer, model.layers, position)
+        origin = Origin(layer, position)
         payload, facts = CODECS[codec].encode(LayerKv(keys[layer], values[layer]), origin, model.rope)
         decoded.append(CODECS[codec].decode(payload, facts, position, model.rope))
     return LayerKv(*(torch.stack(part).to(model.device) for part in zip(*decoded, strict=True)))

@@ -56,10 +56,13 @@ class BytesRenderer:
 
 
 def tiny_engine(
-    on_kv_events: Callable[[Sequence[KvEvent]], object] = lambda events: None, seed: int = 0, **options: Any
+    on_kv_events: Callable[[Sequence[KvEvent]], object] = lambda events: None,
+    seed: int = 0,
+    layers: int = 2,
+    **options: Any,
 ) -> ReferenceEngine:
     """An engine of random weights with blocks of 4 tokens."""
-    config = ModelConfig.parse(TINY)
+    config = ModelConfig.parse({**TINY, "num_hidden_layers": layers})
     settings = EngineOptions("tiny", **{"block_size_tokens": 4, "blocks": 64, **options})
     return ReferenceEngine(config, random_weights(config, seed), BytesRenderer(), settings, KEYRING, on_kv_events)
 

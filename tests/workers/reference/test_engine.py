@@ -175,15 +175,18 @@ async def test_stopping_ends_live_generations() -> None:
     await engine.stop()
 
 
-async def test_a_failed_step_is_an_error_of_that_generation_only() -> None:
+@pytest.mark.parametrize(("part", "name"), [("model", "forward"), ("pool", "allocate"), ("scheduler", "_enter")])
+async def test_a_failed_step_is_an_error_of_that_generation_only(
+    part: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = tiny_engine()
     await engine.start()
     good = await run_tokens(engine, PROMPTS[2], greedy(4))
-    forward, engine._core.model.forward = engine._core.model.forward, None  # type: ignore[assignment]
-    with pytest.raises(EngineError, match="engine failed") as failure:
-        await run(engine, Generation("bad", PROMPTS[2], greedy(4)))
+    with monkeypatch.context() as broken:
+        broken.setattr(getattr(engine._core, part), name, None)
+        with pytest.raises(EngineError, match="engine failed") as failure:
+            await run(engine, Generation("bad", PROMPTS[1], greedy(4)))
     assert failure.value.status == 500
-    engine._core.model.forward = forward
     assert await run_tokens(engine, PROMPTS[2], greedy(4)) == (good[0], 0)
     await engine.stop()
 

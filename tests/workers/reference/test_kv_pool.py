@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cachecore.blocks import BlockHasher, Chain, pack_tokens, split_chain
 from cachecore.events import AllBlocksCleared, BlockRemoved, BlockStored
+from cachecore.scope import Fidelity
 from workers.reference.kv_pool import KvPool, NamedRun, OutOfBlocksError, handle_of
 
 SIZE = 2
@@ -18,7 +19,14 @@ def names_of(tokens: list[int]) -> Chain:
     return HASHER.chain(ROOT, pack_tokens(tokens))
 
 
-def commit(pool: KvPool, blocks: list[int], tokens: list[int], first: int = 0, salt: str = "") -> list[int]:
+def commit(
+    pool: KvPool,
+    blocks: list[int],
+    tokens: list[int],
+    first: int = 0,
+    salt: str = "",
+    fidelity: Fidelity = Fidelity.EXACT,
+) -> list[int]:
     names = list(split_chain(names_of(tokens)))
     run = NamedRun(
         blocks[first : len(names)],
@@ -26,6 +34,9 @@ def commit(pool: KvPool, blocks: list[int], tokens: list[int], first: int = 0, s
         names[first - 1] if first else None,
         tokens[first * SIZE : len(names) * SIZE],
         salt,
+        fidelity,
+        pool.fidelity_of(blocks[first - 1]) if first else Fidelity.EXACT,
+        first,
     )
     return blocks[:first] + pool.commit(run) + blocks[len(names) :]
 
@@ -106,6 +117,60 @@ def test_clearing_forgets_names_and_keeps_blocks_in_use() -> None:
     assert pool.blocks_available == 4
 
 
+QUANTIZED = Fidelity.QUANTIZED
+
+
+def test_a_name_may_be_held_at_two_fidelities_and_the_better_one_is_found() -> None:
+    pool = KvPool(8, SIZE)
+    worse = commit(pool, pool.allocate(2), [1, 2, 3, 4], fidelity=QUANTIZED)
+    chain = names_of([1, 2, 3, 4])
+    assert pool.match(chain) == []
+    assert pool.match(chain, QUANTIZED) == worse
+    better = commit(pool, pool.allocate(1), [1, 2])
+    assert pool.match(chain) == better
+    assert pool.match(chain, QUANTIZED) == [better[0], worse[1]]
+    assert [pool.fidelity_of(block) for block in (better[0], worse[1])] == [Fidelity.EXACT, QUANTIZED]
+    assert sorted(pool.handles()) == sorted(
+        [handle_of(name, QUANTIZED) for name in split_chain(chain)] + [handle_of(names_of([1, 2]))]  # type: ignore[arg-type]
+    )
+
+
+def test_what_gets_worse_is_announced_with_a_salt_of_its_own() -> None:
+    pool = KvPool(8, SIZE)
+    blocks = commit(pool, pool.allocate(1), [1, 2], salt="exact")
+    blocks = commit(pool, [*blocks, *pool.allocate(2)], [1, 2, 3, 4, 5, 6], 1, "worse", QUANTIZED)
+    commit(pool, [*blocks, *pool.allocate(1)], [1, 2, 3, 4, 5, 6, 7, 8], 3, "worse", QUANTIZED)
+    first, second, third = split_chain(names_of([1, 2, 3, 4, 5, 6]))
+    fourth = tuple(split_chain(names_of([1, 2, 3, 4, 5, 6, 7, 8])))[3]
+    second_handle, third_handle, fourth_handle = (handle_of(name, QUANTIZED) for name in (second, third, fourth))
+    assert len({handle_of(second), second_handle, handle_of(second, Fidelity.FUSED)}) == 3
+    assert pool.take_events() == [
+        BlockStored((handle_of(first),), None, [1, 2], SIZE, cache_salt="exact"),
+        BlockStored((second_handle, third_handle), handle_of(first), [3, 4, 5, 6], SIZE, cache_salt="worse"),
+        BlockStored((fourth_handle,), third_handle, [7, 8], SIZE),
+    ]
+
+
+def test_a_run_is_found_by_its_tail() -> None:
+    pool = KvPool(8, SIZE)
+    blocks = commit(pool, pool.allocate(1), [1, 2])
+    blocks = commit(pool, [*blocks, *pool.allocate(2)], [1, 2, 3, 4, 5, 6], 1, fidelity=QUANTIZED)
+    names = list(split_chain(names_of([1, 2, 3, 4, 5, 6])))
+    run = pool.find(names[2], 2, QUANTIZED)
+    assert run is not None
+    assert (run.blocks, run.fidelity) == (blocks[1:], QUANTIZED)
+    assert [(held.number, held.parent, held.token_ids) for held in run.held] == [
+        (1, names[0], [3, 4]),
+        (2, names[1], [5, 6]),
+    ]
+    whole = pool.find(names[2], 3, QUANTIZED)
+    assert whole is not None
+    assert (whole.blocks, whole.held[0].parent, whole.held[0].fidelity) == (blocks, None, Fidelity.EXACT)
+    assert pool.find(names[2], 4, QUANTIZED) is None
+    assert pool.find(names[2], 2) is None
+    assert pool.find(names_of([9, 9]), 1, QUANTIZED) is None  # type: ignore[arg-type]
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Sequences come, grow and go. The model knows what is announced, and when each name was last used."""
 
@@ -114,8 +179,9 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = KvPool(self.blocks_total, SIZE)
-        self.sequences: list[tuple[list[int], list[int]]] = []  # tokens, blocks
+        self.sequences: list[tuple[list[int], list[int], Fidelity]] = []  # tokens, blocks, worst that is accepted
         self.announced: dict[int, int | None] = {}  # handle -> parent
+        self.exact: set[int] = set()
 
     def drain(self) -> None:
         for event in self.pool.take_events():
@@ -129,15 +195,22 @@ class PoolMachine(RuleBasedStateMachine):
             elif isinstance(event, BlockRemoved):
                 for handle in event.block_hashes:
                     del self.announced[handle]
-                    assert handle not in self.announced.values(), "a parent went before its child"
+                    orphans = {child for child, parent in self.announced.items() if parent == handle}
+                    assert not orphans & self.exact, "a parent went before its child"
             else:
                 self.announced.clear()
 
-    @rule(tokens=st.lists(st.integers(0, 2), min_size=SIZE, max_size=5 * SIZE))
-    def start(self, tokens: list[int]) -> None:
+    @rule(
+        tokens=st.lists(st.integers(0, 2), min_size=SIZE, max_size=5 * SIZE),
+        worst=st.sampled_from([Fidelity.EXACT, QUANTIZED, Fidelity.FUSED]),
+        bad=st.booleans(),
+    )
+    def start(self, tokens: list[int], worst: Fidelity, bad: bool) -> None:
+        """`bad`: what is not found comes as bad as is accepted."""
         count = len(tokens) // SIZE
-        hits = self.pool.match(names_of(tokens))
-        assert len(hits) == self.expected_match(tokens)
+        hits = self.pool.match(names_of(tokens), worst)
+        assert len(hits) == self.expected_match(tokens, worst)
+        fidelity = worst if bad else self.pool.fidelity_of(hits[-1]) if hits else Fidelity.EXACT
         self.pool.acquire(hits)
         if count - len(hits) > self.pool.blocks_available:
             with pytest.raises(OutOfBlocksError):
@@ -145,15 +218,28 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.release(hits)
             return
         blocks = hits + self.pool.allocate(count - len(hits))
-        blocks = commit(self.pool, blocks, tokens[: count * SIZE], first=len(hits))
-        self.sequences.append((tokens[: count * SIZE], blocks))
+        blocks = commit(self.pool, blocks, tokens[: count * SIZE], len(hits), fidelity=fidelity)
+        self.note(tokens[: count * SIZE], blocks, worst)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def lend(self, data: st.DataObject) -> None:
+        """Part of a live sequence's chain is found by its tail, and is as good as the table's."""
+        tokens, blocks, worst = data.draw(st.sampled_from(self.sequences))
+        end = data.draw(st.integers(1, len(blocks)))
+        count = data.draw(st.integers(1, end))
+        tail = list(split_chain(names_of(tokens)))[end - 1]
+        run = self.pool.find(tail, count, worst)
+        assert run is not None
+        assert [held.number for held in run.held] == list(range(end - count, end))
+        assert run.fidelity <= max(self.pool.fidelity_of(block) for block in blocks[end - count : end])
 
     @rule(tokens=st.lists(st.integers(0, 2), min_size=SIZE, max_size=4 * SIZE))
     def start_without_reading(self, tokens: list[int]) -> None:
         count = len(tokens) // SIZE
         if count <= self.pool.blocks_available:
             blocks = commit(self.pool, self.pool.allocate(count), tokens[: count * SIZE])
-            self.sequences.append((tokens[: count * SIZE], blocks))
+            self.note(tokens[: count * SIZE], blocks, Fidelity.EXACT)
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
@@ -161,30 +247,45 @@ class PoolMachine(RuleBasedStateMachine):
         index = data.draw(st.integers(0, len(self.sequences) - 1))
         self.pool.release(self.sequences.pop(index)[1])
 
-    def expected_match(self, tokens: list[int]) -> int:
+    def note(self, tokens: list[int], blocks: list[int], worst: Fidelity) -> None:
+        self.sequences.append((tokens, blocks, worst))
+        self.exact |= {handle_of(name) for name in split_chain(names_of(tokens))}
+
+    def expected_match(self, tokens: list[int], worst: Fidelity) -> int:
         self.drain()
-        depth = 0
+        depth, level = 0, Fidelity.EXACT
         for name in split_chain(names_of(tokens)):
-            if handle_of(name) not in self.announced:
+            levels = [one for one in Fidelity if level <= one <= worst and handle_of(name, one) in self.announced]
+            if not levels:
                 break
-            depth += 1
+            depth, level = depth + 1, levels[0]
         return depth
 
     @invariant()
     def books_balance(self) -> None:
         self.drain()
         references = [0] * self.blocks_total
-        for tokens, blocks in self.sequences:
-            assert self.pool.match(names_of(tokens)) == blocks, "a live sequence's prefix is named, and its own"
+        for tokens, blocks, worst in self.sequences:
+            self.check_prefix(tokens, blocks, worst)
             for block in blocks:
                 references[block] += 1
         assert self.pool._references == references
         free, idle = set(self.pool._free), set(self.pool._idle)
         used = {block for block, count in enumerate(references) if count}
         assert len(free) + len(idle) + len(used) == self.blocks_total == len(free | idle | used)
-        named = {block for block, name in enumerate(self.pool._names) if name is not None}
+        named = {block for block, name in enumerate(self.pool._held) if name is not None}
         assert named == idle | used
-        assert len(self.announced) == len(named)
+        assert sorted(self.announced) == sorted(self.pool.handles())
+
+    def check_prefix(self, tokens: list[int], blocks: list[int], worst: Fidelity) -> None:
+        found = self.pool.match(names_of(tokens), worst)
+        levels = [self.pool.fidelity_of(block) for block in found]
+        assert levels == sorted(levels), "fidelity gets better along a chain"
+        if worst is Fidelity.EXACT:
+            assert found == blocks, "a live sequence's prefix is named, and its own"
+        else:
+            own = [self.pool.fidelity_of(block) for block in blocks]
+            assert all(level <= mine for level, mine in zip(levels, own, strict=True))
 
 
 TestPoolMachine = PoolMachine.TestCase

@@ -1,0 +1,77 @@
+"""What a worker's KV looks like, and the class of workers that can read each other's."""
+
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from cachecore.kv.rope import attention_factor, inverse_frequencies
+from cachecore.transfer.header import Span
+from cachecore.transfer.transport import Expectation
+from workers.reference.config import ModelConfig
+from workers.reference.weights import Weights
+
+_LAYOUT = b"rotated keys, values: [tokens, kv_heads, head_dim].v1"
+_SAMPLES = 4096
+"""Words of each tensor that are hashed as they are, beside the sum of all."""
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """Of one worker."""
+
+    compatibility: bytes
+    """16 bytes: who has the same reads the same numbers for the same tokens."""
+    layers: int
+    kv_heads: int
+    head_dim: int
+    block_size_tokens: int
+    dtype: str
+
+    @classmethod
+    def of(cls, config: ModelConfig, weights: Weights, block_size_tokens: int, positions: int) -> "KvShape":
+        dtype = str(weights.embedding.dtype).removeprefix("torch.")
+        digest = compatibility_of(config, weights, positions)
+        return cls(digest, config.layers, config.kv_heads, config.head_dim, block_size_tokens, dtype)
+
+    def expectation(self, scope: bytes) -> Expectation:
+        """What a pull into this worker asks for, for a chain with that root."""
+        return Expectation(
+            self.compatibility,
+            scope,
+            Span.all(self.layers),
+            Span.all(self.kv_heads),
+            self.head_dim,
+            self.head_dim,
+            self.block_size_tokens,
+            self.dtype,
+        )
+
+
+def compatibility_of(config: ModelConfig, weights: Weights, positions: int) -> bytes:
+    """Digest of all that a block's bytes depend on besides tokens: shape, weights, RoPE, dtype and layout.
+
+    RoPE goes in by the frequencies that its table is made of: two workers with tables of different lengths agree where
+    both reach. (Longrope's frequencies depend on the length, and so does the digest.)
+    """
+    digest = blake2b(_LAYOUT, digest_size=16, person=b"ropeway.class.v1")
+    shape = (config.layers, config.heads, config.kv_heads, config.head_dim, config.norm_epsilon)
+    layout = config.rope.layout
+    turned = (layout.pairing.value, layout.offset, layout.sections, layout.sections_interleaved)
+    rope = (*turned, attention_factor(config.rope))
+    digest.update(repr((shape, rope, str(weights.embedding.dtype))).encode())
+    digest.update(inverse_frequencies(config.rope, positions).numpy().tobytes())
+    for tensor in weights.tensors():
+        digest.update(_fingerprint(tensor))
+    return digest.digest()
+
+
+def _fingerprint(tensor: Tensor) -> bytes:
+    """Every bit of the tensor moves the sum; samples tell apart what merely sums up to the same."""
+    words = tensor.contiguous().flatten().view(_WORDS[tensor.dtype.itemsize])
+    total = int(words.sum(dtype=torch.int64))
+    step = max(1, len(words) // _SAMPLES)
+    samples = words[::step][: _SAMPLES + 1].cpu().numpy().tobytes()
+    return repr((tuple(tensor.shape), total)).encode() + samples
