@@ -12,6 +12,7 @@ from cachecore.scope import Keyring
 from workers.openai.server import CannotListen, run_servers
 from workers.simulated.engine import SimulatedConfig
 from workers.simulated.fleet import OUTPUT_TOKENS_DEFAULT, SimulatedWorker, WorkerOptions, load_renderer
+from workers.simulated.link import LinkConfig
 from workers.timing import DEFAULT_PROFILE, PROFILES, profile_named
 
 _DESCRIPTION = """\
@@ -22,6 +23,7 @@ examples:
   ropeway worker simulated --port 8101
   ropeway worker simulated --count 8 --port 8101 --speed 10 --profile llama-3-70b-tp8
   ropeway worker simulated --port 8101 --tokenizer ./smollm2 --dialect sglang --blocks 2048
+  ropeway worker simulated --count 4 --port 8101 --keyring keyring.json --kv-link 25
   curl -X POST http://127.0.0.1:8101/simulate -d '{"die_after_chunks": 3, "requests": 1}'"""
 _PORT_MAX = 65_535
 
@@ -37,6 +39,7 @@ def add_simulated_parser(subparsers: "argparse._SubParsersAction[argparse.Argume
     )
     _add_addresses(parser)
     _add_engine(parser)
+    _add_link(parser)
     parser.set_defaults(run=run)
 
 
@@ -100,6 +103,23 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_link(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("moving KV (needs --keyring)")
+    group.add_argument(
+        "--kv-link", type=float, metavar="GBIT", help="pull KV from others and let them pull, at so many Gbit/s"
+    )
+    group.add_argument(
+        "--kv-link-latency", type=float, default=1.0, metavar="MS", help="of each pull (default: %(default)s)"
+    )
+    group.add_argument(
+        "--kv-pulls-max", type=int, default=64, metavar="N", help="served at once; others are told that it is busy"
+    )
+    group.add_argument("--kv-class", default="", metavar="NAME", help="workers of another class exchange nothing")
+    group.add_argument(
+        "--kv-port", type=int, default=0, metavar="PORT", help="the i-th worker serves on PORT+i; 0 picks free ones"
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     """Serve until told to stop."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -141,7 +161,14 @@ def _config(args: argparse.Namespace) -> SimulatedConfig:
         max_model_len=args.max_model_len,
         batch_tokens_max=args.max_batched_tokens,
         sequences_max=args.max_sequences,
+        link=_link(args),
     )
+
+
+def _link(args: argparse.Namespace) -> LinkConfig | None:
+    if args.kv_link is None:
+        return None
+    return LinkConfig(args.kv_link, args.kv_link_latency / 1000, args.kv_pulls_max, args.kv_class)
 
 
 def _options(args: argparse.Namespace, number: int) -> WorkerOptions:
@@ -154,6 +181,7 @@ def _options(args: argparse.Namespace, number: int) -> WorkerOptions:
         events_port=events_port,
         replay_port=events_port and events_port + 1,
         topic=args.topic,
+        kv_port=args.kv_port and args.kv_port + number,
         adapters=args.adapter,
         output_tokens_default=args.output_tokens,
     )

@@ -6,17 +6,19 @@ import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from secrets import token_bytes
 
 from cachecore.blocks import HASH_KEY_BYTES, BlockHasher
 from cachecore.events import Dialect, EventBatch
 from cachecore.prompts.contract import Renderer
 from cachecore.scope import Keyring, SaltError
-from workers.engine import EngineError, EngineInfo, EngineMetrics, Generation, StepOutput
+from workers.engine import EngineError, EngineInfo, EngineMetrics, Generation, StepOutput, TransferReport
 from workers.simulated.cache import BlockCache
 from workers.simulated.journal import handle_of, kv_events
+from workers.simulated.link import LinkConfig
 from workers.simulated.scheduler import Said, Scheduler, SchedulerLimits, Step, Work
+from workers.simulated.transfer import Served, Transfers, plans_of
 from workers.simulated.voice import logprob_of, voice_of
 from workers.timing import DEFAULT_PROFILE, TimingProfile, profile_named
 
@@ -39,6 +41,8 @@ class SimulatedConfig:
     max_model_len: int = 131_072
     batch_tokens_max: int = 0
     sequences_max: int = 0
+    link: LinkConfig | None = None
+    """Over which it moves KV; None moves none."""
 
     def __post_init__(self) -> None:
         if not self.speed > 0:
@@ -81,7 +85,8 @@ class SimulatedEngine:
         sink: EventSink | None = None,
         keyring: Keyring | None = None,
     ) -> None:
-        """With a keyring, salts that claim to be Ropeway's and do not authenticate are refused."""
+        """With a keyring, salts that claim to be Ropeway's and do not authenticate are refused. Without one no KV is
+        moved: whom a block belongs to and what it is called is derived from it."""
         self.config = config
         self.renderer = renderer
         self.info = config.info()
@@ -96,6 +101,14 @@ class SimulatedEngine:
         self._wake = asyncio.Event()
         self._resets: list[asyncio.Future[None]] = []
         self._loop_task: asyncio.Task[None] | None = None
+        self._reports: dict[Work, TransferReport] = {}
+        self.transfers: Transfers | None = None
+        if config.link is not None:
+            if keyring is None:
+                raise ValueError("a worker that moves KV needs a keyring")
+            served = Served(self.info, config.profile, config.speed, renderer, self._scheduler)
+            self.transfers = Transfers(config.link, keyring, served)
+            self._counted.transfer = self.transfers.metrics
 
     @property
     def metrics(self) -> EngineMetrics:
@@ -110,6 +123,8 @@ class SimulatedEngine:
 
     async def start(self) -> None:
         if self._loop_task is None:
+            if self.transfers is not None:
+                self.info = replace(self.info, transfer=await self.transfers.start())
             if self.config.dialect is Dialect.SGLANG:
                 self._scheduler.reset()  # SGLang's first event says that the cache is empty
                 self._publish()
@@ -121,14 +136,20 @@ class SimulatedEngine:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         self._abort_all()
+        if self.transfers is not None:
+            await self.transfers.stop()
 
     async def generate(self, generation: Generation) -> AsyncIterator[StepOutput]:
         self._check(generation)
-        work = self._scheduler.add(generation, self._voice(generation))
+        lineage = self.transfers.lineage(generation) if self.transfers is not None else None
+        loading = lineage is not None and bool(plans_of(generation.kv_transfer_params))
+        work = self._scheduler.add(generation, self._voice(generation), lineage, loading=loading)
         queue = self._queues[work] = asyncio.Queue()
         self._counted.prompt_tokens += work.prompt_tokens
         self._wake.set()
         try:
+            if loading:
+                await self._load(work)
             while True:
                 output = await queue.get()
                 yield output
@@ -136,8 +157,16 @@ class SimulatedEngine:
                     return
         finally:
             self._queues.pop(work, None)
+            self._reports.pop(work, None)
             if self._scheduler.abort(work):
                 self._count_finish("abort")
+
+    async def _load(self, work: Work) -> None:
+        assert self.transfers is not None  # noqa: S101
+        self._reports[work] = await self.transfers.load(work)
+        self._publish()
+        self._scheduler.loaded(work)
+        self._wake.set()
 
     def stop_token_ids(self) -> Sequence[int]:
         return ()
@@ -230,6 +259,7 @@ class SimulatedEngine:
     def _say(self, said: Said) -> None:
         work, sampling = said.work, said.work.generation.sampling
         output = StepOutput((said.token_id,), finish_reason=said.finish_reason, cached_tokens=work.cached_tokens or 0)
+        output.fidelity, output.transfer = work.fidelity, self._reports.pop(work, None)
         if sampling.logprobs is not None:
             output.logprobs = (logprob_of(said.token_id, sampling.logprobs),)
         if sampling.prompt_logprobs is not None and work.outputs == 1:

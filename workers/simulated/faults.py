@@ -5,6 +5,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from workers.simulated.link import TransferFault
+
 EventFault = Literal["drop", "reorder", "duplicate", "silence"]
 Milliseconds = Annotated[float, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=0)]
@@ -13,7 +15,8 @@ Count = Annotated[int, Meta(ge=0)]
 class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Set for one request by the header `x-simulate`, or for all that follow by `POST /simulate`; JSON both times.
 
-    The last four concern a worker as a whole and are read from `POST /simulate` alone.
+    Those behind `requests` concern a worker as a whole and are read, as are `paths` and `requests` themselves, from
+    `POST /simulate` alone.
     """
 
     delay_first_ms: Milliseconds = 0.0
@@ -43,6 +46,11 @@ class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     and keep nothing, not even for replay."""
     events_batches: Count | None = None
     """How many batches `events` applies to; None for all."""
+    transfer: TransferFault | None = None
+    """What becomes of pulls from this worker. refuse: they are told that it is busy; hang: they are told nothing; fail:
+    they end half-way."""
+    transfer_pulls: Count | None = None
+    """How many pulls `transfer` applies to; None for all."""
 
 
 NO_FAULTS = Faults()

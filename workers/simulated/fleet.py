@@ -17,6 +17,7 @@ from workers.simulated.engine import SimulatedConfig, SimulatedEngine
 from workers.simulated.faulty_publisher import FaultyPublisher
 from workers.simulated.misbehaviour import Misbehaviour
 from workers.simulated.protocol import ObservedProtocol
+from workers.simulated.transfer import Endpoint
 
 OUTPUT_TOKENS_DEFAULT = 16
 
@@ -32,6 +33,8 @@ class WorkerOptions:
     events_port: int = 0
     replay_port: int = 0
     topic: str = "kv-events"
+    kv_port: int = 0
+    """Where others pull KV from it, if it has a link."""
     adapters: Sequence[str] = ()
     output_tokens_default: int = OUTPUT_TOKENS_DEFAULT
 
@@ -59,7 +62,8 @@ class SimulatedWorker:
                 adapters=options.adapters,
                 output_tokens_default=options.output_tokens_default,
             )
-            self.misbehaviour = Misbehaviour(app, self.publisher)
+            transfers = self.engine.transfers
+            self.misbehaviour = Misbehaviour(app, self.publisher, transfers.source if transfers else None)
             self.server = WorkerServer(
                 self.misbehaviour,
                 host=options.host,
@@ -68,6 +72,9 @@ class SimulatedWorker:
                 http=ObservedProtocol,
                 before_stop=self.engine.stop,
             )
+            if transfers is not None:
+                instance = self.server.url.partition("://")[2] if options.uds is None else ""
+                transfers.endpoint = Endpoint(instance, options.host, options.kv_port)
         except BaseException:
             self.close()
             raise

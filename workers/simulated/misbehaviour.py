@@ -24,6 +24,7 @@ from workers.openai.errors import ApiError, InvalidRequest
 from workers.openai.responses import JsonResponse, RequestIds, error_response
 from workers.simulated.faults import NO_FAULTS, Faults, read_faults
 from workers.simulated.faulty_publisher import FaultyPublisher
+from workers.simulated.link import ModelledSource
 from workers.simulated.protocol import RAW_HEADERS, TRANSPORT
 
 _LOG_ENTRIES_MAX = 1000
@@ -49,9 +50,12 @@ class Exchange(msgspec.Struct):
 class Misbehaviour:
     """Wraps a worker's app. Needs `ObservedProtocol` to break connections and to echo header names unchanged."""
 
-    def __init__(self, app: ASGIApp, publisher: FaultyPublisher | None = None) -> None:
+    def __init__(
+        self, app: ASGIApp, publisher: FaultyPublisher | None = None, source: ModelledSource | None = None
+    ) -> None:
         self._app = app
         self._publisher = publisher
+        self._source = source
         self._answers = RequestIds(self._answer)
         self._standing = NO_FAULTS
         self._standing_left: int | None = None
@@ -120,6 +124,8 @@ class Misbehaviour:
         self._standing, self._standing_left = faults, faults.requests
         if self._publisher is not None:
             self._publisher.misbehave(faults.events, faults.events_batches)
+        if self._source is not None:
+            self._source.fault, self._source.fault_pulls = faults.transfer, faults.transfer_pulls
 
     def _log(self, method: str) -> Response:
         if method == "DELETE":

@@ -9,16 +9,25 @@ in the same step already hits; SGLang when the request's whole prefill is done, 
 """
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import islice
 from typing import NamedTuple
 
 from cachecore.blocks import BlockHasher, PrefixHash, pack_tokens, split_chain
+from cachecore.scope import Fidelity
 from workers.engine import Generation
-from workers.simulated.cache import Block, BlockCache, NamedRun
+from workers.simulated.cache import Block, BlockCache, NamedRun, key_of
 from workers.timing import Chunk, DecodeLoad, blocks_for
+
+
+class Lineage(NamedTuple):
+    """How a prompt's blocks are named, and by which salt it is said that their KV is not exact."""
+
+    hasher: BlockHasher
+    root: PrefixHash
+    salt_of: Callable[[Fidelity], str]
 
 
 @dataclass(eq=False, slots=True)
@@ -31,9 +40,11 @@ class Work:
     """Prompt and output so far."""
     names: list[PrefixHash]
     """Of its full blocks, as far as they are known."""
-    root: PrefixHash
+    lineage: Lineage
     voice: Iterator[int]
     """The tokens it will say."""
+    loading: bool = False
+    """KV is on its way to it; until then it is not admitted."""
     blocks: list[Block] = field(default_factory=list)
     computed: int = 0
     """Tokens whose KV exists."""
@@ -41,6 +52,8 @@ class Work:
     """Leading blocks that are hittable, or were hits."""
     cached_tokens: int | None = None
     """Hits at first admission; None before it."""
+    fidelity: Fidelity = Fidelity.EXACT
+    """The worst of its hits; what it computes after them is as bad."""
     outputs: int = 0
     done: bool = False
 
@@ -115,7 +128,7 @@ class Scheduler:
         self.counters = SchedulerCounters()
         self.running: list[Work] = []
         self._waiting: list[tuple[tuple[int, int], Work]] = []
-        self._waiting_count = 0
+        self._waiting_count = self._loading_count = 0
         self._hasher = hasher
         self._limits = limits
         self._order = 0
@@ -126,22 +139,57 @@ class Scheduler:
 
     @property
     def waiting_count(self) -> int:
-        return self._waiting_count
+        return self._waiting_count + self._loading_count
 
     @property
     def busy(self) -> bool:
         return bool(self.running or self._waiting_count)
 
-    def add(self, generation: Generation, voice: Iterator[int]) -> Work:
-        """Queue a generation; its blocks are named under its salt and adapter."""
+    def add(
+        self, generation: Generation, voice: Iterator[int], lineage: Lineage | None = None, *, loading: bool = False
+    ) -> Work:
+        """Queue a generation; its blocks are named under its salt and adapter. One that is `loading` keeps its place in
+        the queue, but is not admitted before `loaded`."""
         tokens = array("I", generation.token_ids)
+        lineage = lineage or self._own_lineage(generation)
+        names = list(split_chain(lineage.hasher.chain(lineage.root, pack_tokens(tokens))))
+        self._order += 1
+        work = Work(generation, self._order, tokens, names, lineage, voice, loading)
+        if loading:
+            self._loading_count += 1
+        else:
+            self._enqueue(work)
+        return work
+
+    def _own_lineage(self, generation: Generation) -> Lineage:
         scope = f"{len(generation.cache_salt)}.{generation.cache_salt}.{generation.adapter}"
         root = self._hasher.root(scope.encode("utf-8", "surrogatepass"))
-        names = list(split_chain(self._hasher.chain(root, pack_tokens(tokens))))
-        self._order += 1
-        work = Work(generation, self._order, tokens, names, root, voice)
-        self._enqueue(work)
-        return work
+        return Lineage(self._hasher, root, lambda _: generation.cache_salt)
+
+    def loaded(self, work: Work) -> None:
+        """What was on its way has come, or will not."""
+        if work.loading and not work.done:
+            work.loading = False
+            self._loading_count -= 1
+            self._enqueue(work)
+
+    def cached_blocks(self, work: Work) -> int:
+        """Leading blocks that the work would hit now."""
+        return len(self.cache.match(work.names, work.generation.fidelity))
+
+    def take_in(self, work: Work, end: int, fidelity: Fidelity) -> bool:
+        """Blocks of the work's prompt before `end` have come from elsewhere: make them hittable, those that are not.
+        False for want of memory."""
+        held = self.cache.match(work.names[:end], work.generation.fidelity)
+        first = len(held)
+        if end - first > self.cache.free - self.cache.idle_among(held):
+            return False
+        self.cache.hold(held)
+        blocks = self.cache.allocate(end - first)
+        if blocks:
+            self._publish_run(work, [*held, *blocks], first, end, max([fidelity, *(block.fidelity for block in held)]))
+        self.cache.release([*held, *blocks])
+        return True
 
     def abort(self, work: Work) -> bool:
         """Take a generation out at once. False when it was done already."""
@@ -198,7 +246,7 @@ class Scheduler:
         """Take the hits and memory for a first chunk; how many tokens it has. 0 (and no change) for want of memory."""
         # The last token is computed even where everything is cached: its logits are wanted.
         size = self.block_size_tokens
-        hits = self.cache.match(islice(work.names, (len(work.tokens) - 1) // size))
+        hits = self.cache.match(islice(work.names, (len(work.tokens) - 1) // size), work.generation.fidelity)
         count = min(len(work.tokens) - len(hits) * size, budget)
         needed = blocks_for(len(hits) * size + count, size) - len(hits)
         if needed > self.cache.free - self.cache.idle_among(hits):
@@ -206,6 +254,7 @@ class Scheduler:
         self.cache.hold(hits)
         work.blocks = hits
         work.named = len(hits)
+        work.fidelity = max((block.fidelity for block in hits), default=Fidelity.EXACT)
         work.computed = len(hits) * size
         if work.cached_tokens is None:
             work.cached_tokens = work.computed
@@ -262,6 +311,8 @@ class Scheduler:
             self.running.remove(work)
             self.cache.release(work.blocks)
             work.blocks = []
+        elif work.loading:
+            self._loading_count -= 1
         else:
             self._waiting_count -= 1
 
@@ -287,22 +338,26 @@ class Scheduler:
             first += self._share_copies(work, first, end)
             if first == end:
                 return
-        for block, name in zip(work.blocks[first:end], work.names[first:end], strict=True):
-            self.cache.name(block, name)
-        size = self.block_size_tokens
+        self._publish_run(work, work.blocks, first, end, work.fidelity)
+
+    def _publish_run(self, work: Work, blocks: Sequence[Block], first: int, end: int, fidelity: Fidelity) -> None:
+        """Make blocks `first` to `end` of the work's prompt hittable; `blocks` are its own from the first on."""
+        parent = blocks[first - 1].name if first else None
+        self.cache.name(blocks[first:end], work.names[first:end], parent or work.lineage.root, fidelity)
+        size, exact = self.block_size_tokens, fidelity is Fidelity.EXACT
         self.cache.journal.append(
             NamedRun(
-                names=work.names[first:end],
-                parent=work.names[first - 1] if first else None,
+                names=[block.name for block in blocks[first:end] if block.name is not None],
+                parent=parent,
                 token_ids=work.tokens[first * size : end * size].tolist(),
-                cache_salt=work.generation.cache_salt,
+                cache_salt=work.generation.cache_salt if exact else work.lineage.salt_of(fidelity),
                 adapter=work.generation.adapter,
             )
         )
 
     def _share_copies(self, work: Work, first: int, end: int) -> int:
         """SGLang keeps one copy of a block: ours give way to those that others stored meanwhile. How many did."""
-        stored = self.cache.match(work.names[first:end])
+        stored = self.cache.match([key_of(name, work.fidelity) for name in work.names[first:end]])
         self.cache.hold(stored)
         self.cache.release(work.blocks[first : first + len(stored)])
         work.blocks[first : first + len(stored)] = stored
@@ -313,6 +368,6 @@ class Scheduler:
         known = len(work.names)
         if known < end:
             size = self.block_size_tokens
-            parent = work.names[-1] if work.names else work.root
+            parent = work.names[-1] if work.names else work.lineage.root
             filled = pack_tokens(work.tokens[known * size : end * size])
-            work.names += split_chain(self._hasher.chain(parent, filled))
+            work.names += split_chain(work.lineage.hasher.chain(parent, filled))
