@@ -20,7 +20,7 @@ of two cost 30 % of mean TTFT and more in simulation; with it nothing.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import exp, log
+from math import exp, log, sqrt
 from statistics import median
 from typing import Any, Protocol, TypeVar
 
@@ -41,6 +41,11 @@ _UNSEEN_ROUNDS = 16
 _ANSWERS_TAKEN = 64
 _ANSWERS_STRIDE = 4
 """Of whole answers beyond the first, every so many are taken: they are weak evidence, and come with every request."""
+_LINK_STRIDE = 16
+"""Observations of one link after which it is asked anew what links are like."""
+_LINK_ROUND_SECONDS = 30.0
+_LINK_ROUND_SHARE = 0.1
+"""Of the way back, each round: half of it in three and a half minutes."""
 _SCALE_VARIANCE = 0.5
 """Of the guess that prefill is off by as much as a whole answer is: engines differ in the ratio of the two."""
 
@@ -87,6 +92,14 @@ class Calibration:
         ff, fv, vv = self._covariance
         keep = 1 - share
         self._covariance = (keep * ff + share * _PRIOR_VARIANCE, keep * fv, keep * vv + share * _PRIOR_VARIANCE)
+
+    def variance(self, fixed_seconds: float, variable_seconds: float) -> float:
+        """Of the logarithm of the next observation, around what `predict` says."""
+        predicted = self.predict(fixed_seconds, variable_seconds)
+        share = self.fixed * fixed_seconds / predicted if predicted > 0 else 1.0
+        ff, fv, vv = self._covariance
+        rest = 1.0 - share
+        return _OBSERVATION_VARIANCE + ff * share * share + 2 * fv * share * rest + vv * rest * rest
 
     def _update(self, fixed_share: float, variable_share: float, variance: float, doubt: float) -> tuple[float, float]:
         """The filter's gains for an observation with these shares; the shares are its gradient in logarithms."""
@@ -219,23 +232,29 @@ class DecodeModel:
 
 @dataclass(frozen=True, slots=True)
 class LinkPrior:
-    """A way from one holder to another before anything was moved over it."""
+    """A way from one holder to another before anything was moved over it. Rather too fast: whoever is taken for slow is
+    never tried, while one pull that misses its deadline shows the contrary."""
 
     latency_seconds: float = 0.005
-    bytes_per_second: float = 1.0e9
+    bytes_per_second: float = 1.0e10
 
 
 class LinkModel:
-    """Moving KV over one link: seconds = latency + bytes / bandwidth."""
+    """Moving KV over one link (`policies.transfer.LinkEstimate`): seconds = latency + bytes / bandwidth."""
 
-    __slots__ = ("calibration", "prior")
+    __slots__ = ("calibration", "prior", "seen_at")
 
     def __init__(self, prior: LinkPrior | None = None, calibration: Calibration | None = None) -> None:
         self.prior = prior or LinkPrior()
         self.calibration = calibration or Calibration()
+        self.seen_at = 0.0
 
     def transfer_seconds(self, size_bytes: int) -> float:
         return self.calibration.predict(self.prior.latency_seconds, size_bytes / self.prior.bytes_per_second)
+
+    def spread(self, size_bytes: int) -> float:
+        prior = self.prior
+        return sqrt(self.calibration.variance(prior.latency_seconds, size_bytes / prior.bytes_per_second))
 
     def observe(self, size_bytes: int, observed_seconds: float) -> None:
         self.calibration.observe(self.prior.latency_seconds, size_bytes / self.prior.bytes_per_second, observed_seconds)
@@ -282,6 +301,8 @@ class FleetEstimates:
         self._prefill: dict[WorkerKey, PrefillModel] = {}
         self._decode: dict[WorkerKey, DecodeModel] = {}
         self._links: dict[tuple[str, str], LinkModel] = {}
+        self._unseen_link = LinkModel(self._link_prior)
+        self._links_relaxed_at = 0.0
         self._seen: set[WorkerKey] = set()
         self._since_sweep = 0
         self._unseen_rounds = 0
@@ -301,7 +322,32 @@ class FleetEstimates:
         return _get(self._decode, key, lambda start: DecodeModel(self._decode_prior, start))
 
     def link(self, source: str, target: str) -> LinkModel:
-        return _get(self._links, (source, target), lambda start: LinkModel(self._link_prior, start))
+        """The link's model once something was moved over it; before that one that all such links share: what the
+        others are like."""
+        return self._links.get((source, target), self._unseen_link)
+
+    def observe_link(self, source: str, target: str, size_bytes: int, observed_seconds: float, now: float) -> None:
+        """A transfer took so long, or was given up after so long. `size_bytes` with what went before it."""
+        self.relax_links(now)
+        link = self._links.get((source, target))
+        if link is None:
+            start = self._unseen_link.calibration
+            link = self._links[source, target] = LinkModel(self._link_prior, Calibration(start.fixed, start.variable))
+        link.observe(size_bytes, observed_seconds)
+        link.seen_at = now
+        if link.calibration.observations == 1 or not link.calibration.observations % _LINK_STRIDE:
+            self._unseen_link = LinkModel(self._link_prior, _from_peers(self._links))
+
+    def relax_links(self, now: float) -> None:
+        """Links that nothing moves over drift back to what the others are like, or to the prior where that is faster:
+        who is believed slow is asked for nothing, and could never prove the contrary. Cheap to call often."""
+        if now - self._links_relaxed_at < _LINK_ROUND_SECONDS:
+            return
+        self._links_relaxed_at = now
+        typical = self._unseen_link.calibration
+        for link in self._links.values():
+            if now - link.seen_at > _LINK_ROUND_SECONDS:
+                link.calibration.relax(min(typical.fixed, 1.0), min(typical.variable, 1.0), _LINK_ROUND_SHARE)
 
     def observe_prefill(self, sample: PrefillSample) -> None:
         """What `InflightAccounting.first_token` returned."""
@@ -313,15 +359,17 @@ class FleetEstimates:
         if self._since_sweep >= self._SWEEP_OBSERVATIONS:
             self._sweep()
 
+    def wants_answer(self) -> bool:
+        """Whether the next whole answer is one of those to be learned from; asked once for each."""
+        self._answers += 1
+        return self._answers <= _ANSWERS_TAKEN or self._answers % _ANSWERS_STRIDE == 0
+
     def observe_answer(self, sample: AnswerSample) -> None:
         """What `InflightAccounting.finish` returned: prefill and decode in one duration.
 
         Prefill is likely to be off by as much as both together. That is a guess about the whole fleet, and goes for
         workers of which no first token was ever seen. Once there have been some, a part of them will do.
         """
-        self._answers += 1
-        if self._answers > _ANSWERS_TAKEN and self._answers % _ANSWERS_STRIDE:
-            return
         if self.prefill((sample.worker, sample.rank)).calibration.observations:
             return
         prior, decode = sample.prior_seconds, self._decode_prior

@@ -177,7 +177,7 @@ def test_documents():
         "context_token_ns": pytest.approx(17.4),
         "observations": 0,
     }
-    assert LinkModel().document() == {"latency_ms": 5.0, "bytes_per_second": 1e9, "observations": 0}
+    assert LinkModel().document() == {"latency_ms": 5.0, "bytes_per_second": 1e10, "observations": 0}
     assert repr(PrefillModel()) == (
         "PrefillModel(4 ms + 35.4 us/token, Calibration(fixed=1.000, variable=1.000, observations=0))"
     )
@@ -221,7 +221,7 @@ class TestFleet:
         model = fleet.prefill(("a", 0))
         assert fleet.prefill(("a", 0)) is model
         assert fleet.prefill(("a", 1)) is not model
-        fleet.link("a", "b"), fleet.link("b", "c")
+        fleet.observe_link("a", "b", 1000, 0.1, 0.0), fleet.observe_link("b", "c", 1000, 0.1, 0.0)
         fleet.decode(("a", 0))
         fleet.forget(("a", 0))
         assert fleet.prefill(("a", 0)) is not model
@@ -286,8 +286,62 @@ class TestFleet:
         fleet = FleetEstimates()
         fleet.observe_prefill(self.sample("a"))
         fleet.decode(("a", 0))
-        fleet.link("a", "b")
+        fleet.observe_link("a", "b", 1000, fleet.link("a", "b").transfer_seconds(1000), 0.0)
         document = fleet.document()
         assert document["prefill"]["a/0"]["observations"] == 1
         assert document["decode"]["a/0"]["step_ms"] == 10.5
-        assert document["links"]["a>b"]["latency_ms"] == 5.0
+        assert document["links"]["a>b"]["latency_ms"] == pytest.approx(5.0)
+
+
+class TestLinks:
+    SIZE = 50_000_000
+
+    @classmethod
+    def move(cls, fleet, source, seconds, times=20, now=0.0):
+        for _ in range(times):
+            fleet.observe_link(source, "t", cls.SIZE, seconds, now)
+
+    def test_a_link_is_known_by_what_moved_over_it(self):
+        fleet = FleetEstimates()
+        self.move(fleet, "a", 0.5)
+        self.move(fleet, "b", 0.02)
+        assert fleet.link("a", "t").transfer_seconds(self.SIZE) == pytest.approx(0.5, rel=0.05)
+        assert fleet.link("b", "t").transfer_seconds(self.SIZE) == pytest.approx(0.02, rel=0.05)
+
+    def test_of_a_new_link_the_others_are_asked_and_with_less_confidence(self):
+        fleet = FleetEstimates()
+        for source in "abc":
+            self.move(fleet, source, 0.5)
+        new = fleet.link("new", "t")
+        assert new.transfer_seconds(self.SIZE) == pytest.approx(0.5, rel=0.2)
+        assert new.spread(self.SIZE) > 2 * fleet.link("a", "t").spread(self.SIZE)
+        assert new.calibration.observations == 0
+        assert "new>t" not in fleet.document()["links"]
+
+    def test_asking_makes_nothing(self):
+        fleet = FleetEstimates()
+        for number in range(100):
+            fleet.link(str(number), "t")
+        assert fleet.document()["links"] == {}
+
+    def test_one_stalled_transfer_hardly_counts(self):
+        fleet = FleetEstimates()
+        self.move(fleet, "a", 0.05, times=50)
+        self.move(fleet, "a", 60.0, times=1)
+        assert fleet.link("a", "t").transfer_seconds(self.SIZE) < 0.08
+
+    def test_a_link_that_was_slow_is_tried_again_in_the_end(self):
+        fleet = FleetEstimates()
+        self.move(fleet, "slow", 5.0)
+        self.move(fleet, "a", 0.05)
+        for second in range(0, 1800, 10):
+            fleet.relax_links(float(second))
+        assert fleet.link("slow", "t").transfer_seconds(self.SIZE) < 0.1
+        assert fleet.link("slow", "t").spread(self.SIZE) > 0.6
+
+    @pytest.mark.parametrize("seconds", [0.0, -1.0, nan])
+    def test_nonsense_changes_nothing(self, seconds):
+        fleet = FleetEstimates()
+        before = fleet.link("a", "t").transfer_seconds(self.SIZE)
+        self.move(fleet, "a", seconds)
+        assert fleet.link("a", "t").transfer_seconds(self.SIZE) == before
