@@ -38,11 +38,12 @@ class ChainMultiset:
 
     def store(self, key: Key, chain: bytes) -> int:
         """Count `chain` once more for `key`. Returns how many leading blocks of it `key` held before."""
-        position = held = 0
-        while position < len(chain):
-            node = self._nodes.get(chain[position : position + HASH_BYTES])
+        nodes, position, held, end = self._nodes, 0, 0, len(chain)
+        while position < end:
+            first = chain[position : position + HASH_BYTES]
+            node = nodes.get(first)
             if node is None:
-                self._add(chain[position:], {key: 1})
+                nodes[first] = _Node(chain[position:], {key: 1})
                 break
             names = node.names
             if chain.startswith(names, position):
@@ -51,10 +52,12 @@ class ChainMultiset:
                 shared = _shared_bytes(names, chain, position)
                 self._split(node, shared)
                 position += shared
-            count = node.counts.get(key, 0)
-            node.counts[key] = count + 1
-            if count:
+            counts = node.counts
+            if key in counts:
+                counts[key] += 1
                 held = position
+            else:
+                counts[key] = 1
         return held // HASH_BYTES
 
     def extend(self, key: Key, earlier: bytes, chain: bytes) -> None:
@@ -80,9 +83,9 @@ class ChainMultiset:
     def depths(self, chain: bytes) -> Mapping[Key, int]:
         """Leading blocks of `chain` that each key holds."""
         depths: dict[Key, int] = {}
-        position = 0
-        while position < len(chain):
-            node = self._nodes.get(chain[position : position + HASH_BYTES])
+        nodes, position, end = self._nodes, 0, len(chain)
+        while position < end:
+            node = nodes.get(chain[position : position + HASH_BYTES])
             if node is None:
                 break
             names = node.names

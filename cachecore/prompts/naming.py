@@ -8,8 +8,10 @@ nothing may be.
 
 Children are found by their segment's full text, never by a hash of it alone.
 
-The last segment of a prompt is, in chats, the prompt for an answer that the next turn replaces. It gets no node unless
-it is long; its tokens come from the cache of segments.
+The last segment of a prompt is, in chats, the prompt for an answer that the next turn replaces, and the one before it
+the question. As long as they are short they get no nodes: to encode a question once more, in the next turn, costs less
+than to remember each one, and most prompts have no next turn. The tokens of the last come from the cache of segments.
+A prompt that is known but for such an end is named at once (`begin`).
 
 Memory is bounded in bytes. Leaves go first, those that were never met again before those that were, so that one-off
 tails do not drive out what conversations share. What was met again may fill four fifths; the rest is room for the new.
@@ -30,8 +32,8 @@ from cachecore.blocks import EMPTY_CHAIN, HASH_BYTES, TOKEN_BYTES, BlockHasher, 
 from cachecore.prompts.contract import NamedPrompt, Rendered
 from cachecore.scope import Naming
 
-LAST_SEGMENT_CHARACTERS_MIN = 256
-"""A shorter last segment gets no node."""
+END_CHARACTERS_MIN = 256
+"""A shorter last segment gets no node, nor does the one before it if both together are shorter."""
 TOKENS_PER_CHUNK = 2048
 """Prompts of token ids are cut into chunks of this size."""
 
@@ -103,10 +105,10 @@ class Work:
     """Where to go on from: `node`, or an unknown root."""
     chains: list[bytes]
     missing: Sequence[str]
-    last_is_short: bool
-    """The last missing segment gets no node."""
+    ending: int
+    """How many of the missing segments are a short end: they get no nodes."""
     last_tokens: "array[int] | None"
-    """Its tokens, where they are cached."""
+    """Those of the last segment of a short end, where they are cached."""
     missing_characters: int
     """How much text `compute` will encode: what it costs, ahead of time."""
     nodes: list[_Node]
@@ -122,7 +124,7 @@ class Work:
             tokens = [*map(self.encoder.encode, missing[:-1]), self.last_tokens]
         else:
             tokens = [*map(self.encoder.encode, missing)]
-            if self.last_is_short:
+            if self.ending:
                 self.new_last_tokens = tokens[-1]
         data = b"".join((start.tail, *(tokens if _LITTLE_ENDIAN else map(pack_tokens, tokens))))
         if len(data) <= _BYTES_PER_YIELD or max(map(len, tokens)) * TOKEN_BYTES <= _BYTES_PER_YIELD:
@@ -138,9 +140,7 @@ class Work:
         block_bytes = self.naming.hasher.block_bytes
         token_count, name, end = self.start.token_count, self.start.name, len(self.start.tail)
         names_end = 0
-        for segment, segment_tokens in zip(
-            self.missing[:-1] if self.last_is_short else self.missing, tokens, strict=False
-        ):
+        for segment, segment_tokens in zip(self.missing[: len(self.missing) - self.ending], tokens, strict=False):
             count = len(segment_tokens)
             token_count += count
             end += count * TOKEN_BYTES
@@ -196,26 +196,58 @@ class PromptNamer:
             joined.extend(tokens)
         return joined
 
+    def begin(self, encoder: SegmentEncoder, naming: Naming, rendered: Rendered) -> "NamedPrompt | Work":
+        """A prompt's names, where all but a short end of it is known; else what is left to do. Raises PromptError."""
+        root = self._top.children.get((naming.root, encoder.fingerprint))
+        if root is None or not _LITTLE_ENDIAN:
+            return self.look_up(encoder, naming, rendered)
+        segments = rendered.segments
+        chains: list[bytes] = []
+        node = self._descend(root, segments, chains)
+        missing = len(segments) - len(chains)
+        if 0 < missing <= 2:
+            tokens = self._tokens.get((encoder.fingerprint, segments[-1]))
+            before = segments[-2] if missing == 2 else ""
+            if tokens is not None and len(before) + len(segments[-1]) < END_CHARACTERS_MIN:
+                data = b"".join((node.tail, encoder.encode(before) if before else b"", tokens))
+                chains.append(naming.hasher.chain(node.name, data))
+                counters, count = self.counters, node.token_count + (len(data) - len(node.tail)) // TOKEN_BYTES
+                counters.misses += missing
+                counters.encoded_characters += len(before)
+                return NamedPrompt(count, Chain(b"".join(chains)), rendered.complete)
+        return self._work(encoder, naming, rendered, node, node, chains)
+
     def look_up(self, encoder: SegmentEncoder, naming: Naming, rendered: Rendered) -> Work:
         """Walk down as far as the prompt is known."""
         root_key = (naming.root, encoder.fingerprint)
-        node = self._top.children.get(root_key)
+        root = self._top.children.get(root_key)
         chains: list[bytes] = []
-        missing = rendered.segments
-        if node is None:
-            node, start = self._top, _Node(root_key, 0, EMPTY_CHAIN, b"", naming.root)
-        else:
-            node = start = self._descend(node, missing, chains)
-            missing = missing[len(chains) :]
-        last_is_short, last_tokens, characters = False, None, 0
+        if root is None:
+            start = _Node(root_key, 0, EMPTY_CHAIN, b"", naming.root)
+            return self._work(encoder, naming, rendered, self._top, start, chains)
+        node = self._descend(root, rendered.segments, chains)
+        return self._work(encoder, naming, rendered, node, node, chains)
+
+    def _work(
+        self,
+        encoder: SegmentEncoder,
+        naming: Naming,
+        rendered: Rendered,
+        node: _Node,
+        start: _Node,
+        chains: list[bytes],
+    ) -> Work:
+        missing = rendered.segments[len(chains) :]
+        ending, last_tokens, characters = 0, None, 0
         if missing:
             last = missing[-1]
-            last_is_short = len(last) < LAST_SEGMENT_CHARACTERS_MIN
-            last_tokens = self._tokens.get((encoder.fingerprint, last)) if last_is_short else None
+            if len(last) < END_CHARACTERS_MIN:
+                ending = 2 if len(missing) > 1 and len(missing[-2]) + len(last) < END_CHARACTERS_MIN else 1
+                last_tokens = self._tokens.get((encoder.fingerprint, last))
             characters = sum(map(len, missing)) - (0 if last_tokens is None else len(last))
             self.counters.misses += len(missing)
         return Work(
-            encoder, naming, rendered.complete, node, start, chains, missing, last_is_short, last_tokens, characters, []
+            encoder, naming, rendered.complete, node, start, chains, missing, ending, last_tokens, characters, []
         )
 
     def insert(self, work: Work) -> None:
@@ -224,10 +256,10 @@ class PromptNamer:
         nodes, parent = work.nodes, work.node
         if work.new_last_tokens is not None:
             self._tokens.put((work.encoder.fingerprint, work.missing[-1]), work.new_last_tokens)
-        if not nodes or (parent.parent is None and parent is not self._top):
-            return
         if parent is self._top:
             parent = self._child(parent, work.start)
+        elif not nodes or parent.parent is None:
+            return
         for node in nodes:
             parent = self._child(parent, node)
         if not parent.children and not parent.met_again:
@@ -244,13 +276,15 @@ class PromptNamer:
                 break
             node = child
             chains.append(node.chain)
-        met: _Node | None = node
-        # What was met again has been reached through nodes that were.
-        while met is not None and met is not beginning and not met.met_again:
-            self._keep(met)
-            met = met.parent
-        if not node.children and node.met_again:
-            self._kept_leaves.move_to_end(node)
+        if node.met_again:
+            if not node.children:
+                self._kept_leaves.move_to_end(node)
+        else:
+            met: _Node | None = node
+            # What was met again has been reached through nodes that were.
+            while met is not None and met is not beginning and not met.met_again:
+                self._keep(met)
+                met = met.parent
         self.counters.hits += len(chains)
         return node
 

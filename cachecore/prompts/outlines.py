@@ -6,7 +6,6 @@ their texts in between. Requests with tools, documents, images or more to a mess
 """
 
 from collections.abc import Hashable, Mapping, Sequence
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 SHAPE_MESSAGES_MAX = 512
@@ -16,9 +15,6 @@ SHAPE_CHARACTERS_MAX = 16_384
 _VARIABLES = ("add_generation_prompt", "continue_final_message", "reasoning_effort")
 _UNSHAPED = ("tools", "documents", "chat_template")
 _TEMPLATE_KEYS = frozenset((*_VARIABLES, *_UNSHAPED, "chat_template_kwargs"))
-_ROLE_AND_CONTENT = itemgetter("role", "content")
-_STRINGS = frozenset((str,))
-_TWO = frozenset((2,))
 _SCALARS = frozenset((str, bool, int, type(None)))
 
 Shape = tuple[Hashable, ...]
@@ -49,23 +45,23 @@ class Outline(NamedTuple):
 def read_shape(request: Mapping[str, Any]) -> tuple[Shape, Sequence[str]] | None:
     """The shape of a chat request and the texts of its messages; None for a request that has no shape.
 
-    Says nothing about whether the request is well-formed, except that every message is a role and a text. Long
-    conversations are read in a few calls, whatever their number of messages.
+    Says nothing about whether the request is well-formed, except that every message is a role and a text.
     """
     variables: Hashable = None
     if not _TEMPLATE_KEYS.isdisjoint(request) and (variables := _read_variables(request)) is None:
         return None
+    roles: list[Hashable] = [variables]
+    texts: list[str] = []
     try:
-        messages = request["messages"]
-        # No messages at all: a ValueError, too.
-        roles, texts = zip(*map(_ROLE_AND_CONTENT, messages), strict=True)
-        if not _TWO.issuperset(map(len, messages)):
-            return None
-    except (KeyError, TypeError, ValueError):
+        for message in request["messages"]:
+            role, text = message["role"], message["content"]
+            if len(message) != 2 or type(role) is not str or type(text) is not str or not text:
+                return None
+            roles.append(role)
+            texts.append(text)
+    except (KeyError, TypeError, IndexError):
         return None
-    if not (_STRINGS.issuperset(map(type, roles)) and _STRINGS.issuperset(map(type, texts)) and all(texts)):
-        return None
-    return (variables, *roles), texts
+    return ((*roles,), texts) if texts else None
 
 
 def is_small(shape: Shape) -> bool:

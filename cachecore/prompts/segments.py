@@ -17,7 +17,7 @@ only be searched for markers of their own. `Cutter` then finds the segments that
 import re
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from operator import ge
+from operator import add, ge
 from typing import NamedTuple
 
 from tokenizers import Tokenizer
@@ -245,28 +245,31 @@ class Cutter:
 
     def split(self, texts: Sequence[str]) -> list[str] | None:
         """The segments of a prompt with these texts; None where they may hold markers themselves."""
-        values = [*texts] if self._in_order else self._outline.values(texts)
+        values = texts if self._in_order else self._outline.values(texts)
         if self._regular and self._head:
             segments = self._split_regular(values)
             if segments is not None:
                 return segments
         return self._split_each(values)
 
-    def _split_regular(self, values: list[str]) -> list[str] | None:
+    def _split_regular(self, values: Sequence[str]) -> list[str] | None:
         """As `split`; None where that must look at each text."""
-        befores, values = self._befores, values.copy()
-        sizes = [*map(len, values)]
+        befores = self._befores
         joined: list[tuple[int, str]] = []
-        while (size := max(sizes)) >= INTERNED_CHARACTERS_MIN:
-            index = sizes.index(size)
-            segment = self._join(befores[index], values[index], "") if size <= self._size_max else None
-            if segment is None or len(joined) >= _LONG_TEXTS_MAX:
-                return None
-            joined.append((index, segment))
-            values[index], sizes[index] = "", 0
-        if self._head in "\n".join(values):
+        together = "\n".join(values)
+        if len(together) >= INTERNED_CHARACTERS_MIN:
+            values, sizes = [*values], [*map(len, values)]
+            while (size := max(sizes)) >= INTERNED_CHARACTERS_MIN:
+                index = sizes.index(size)
+                segment = self._join(befores[index], values[index], "") if size <= self._size_max else None
+                if segment is None or len(joined) >= _LONG_TEXTS_MAX:
+                    return None
+                joined.append((index, segment))
+                values[index], sizes[index] = "", 0
+            together = "\n".join(values)
+        if self._head in together:
             return None
-        segments: list[str] = [before + value for before, value in zip(befores, values, strict=False)]
+        segments = [*map(add, befores, values)]
         for index, segment in joined:
             segments[index] = segment
         if not all(map(ge, map(len, segments), self._leasts)):

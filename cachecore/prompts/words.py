@@ -22,6 +22,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from cachecore.prompts.native import words as native
 from cachecore.prompts.segments import added_tokens, common_prefix
 
 CHUNK_CHARACTERS = 1024
@@ -70,6 +71,9 @@ _KNOWN_SPLITS = {
     _SPLIT_CASED: _CASED,  # o200k
 }
 
+NATIVE_PATTERNS = (_GPT2, _GPT2_DIGITS, _LETTERS_DIGITS.replace("{}", "{1,3}"), _LETTERS_DIGITS.replace("{}", ""))
+"""Those that `cachecore.prompts.native` cuts by, in its order."""
+
 _CHUNK_END = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])")
 _BYTE_LEVEL = str.maketrans({chr(code): chr(256 + place) for place, code in enumerate((*range(33), 127))})
 """How byte-level tokenizers write the ASCII characters that are not printable."""
@@ -82,7 +86,8 @@ class WordEncoder:
     def __init__(self, tokenizer: Tokenizer, pattern: str) -> None:
         self._tokenizer = tokenizer
         self._findall = re.compile(pattern, re.ASCII).findall
-        self._word = _Words(tokenizer.model).__getitem__
+        self._words = _Words(tokenizer.model)
+        self._kind = NATIVE_PATTERNS.index(pattern) if native is not None and pattern in NATIVE_PATTERNS else None
         ids = {token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items()}
         contents = sorted(ids, key=len, reverse=True)
         self._split = re.compile(f"({'|'.join(map(re.escape, contents))})").split if contents else None
@@ -114,7 +119,7 @@ class WordEncoder:
             packed = self._encode_head(text[:end])
         piece = text[end:]
         if len(piece) <= CHUNK_CHARACTERS and piece.isascii():
-            return array("I", packed + b"".join(map(self._word, self._findall(piece))))
+            return array("I", packed + self._encode_ascii(piece))
         return array("I", packed + b"".join(self._encode_piece(piece)))
 
     def _encode_head(self, head: str) -> bytes:
@@ -140,8 +145,13 @@ class WordEncoder:
 
     def _encode_chunk(self, chunk: str) -> Iterable[bytes]:
         if len(chunk) <= LOOKED_UP_CHARACTERS_MAX and chunk.isascii():
-            return map(self._word, self._findall(chunk))
+            return (self._encode_ascii(chunk),)
         return [array("I", encode_detached(self._tokenizer, chunk)).tobytes()]
+
+    def _encode_ascii(self, chunk: str) -> bytes:
+        if native is not None and self._kind is not None:
+            return native.encode(self._kind, chunk, self._words)  # type: ignore[no-any-return]
+        return b"".join(map(self._words.__getitem__, self._findall(chunk)))
 
     def _encode_long(self, text: str) -> Iterator[bytes]:
         for count, chunk in enumerate(_chunks(text), start=1):

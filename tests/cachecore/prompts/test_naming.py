@@ -3,6 +3,7 @@
 import random
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from cachecore.blocks import pack_tokens
 from cachecore.prompts.contract import NamedPrompt, PromptError, Rendered
-from cachecore.prompts.naming import LAST_SEGMENT_CHARACTERS_MIN, PromptNamer
+from cachecore.prompts.naming import END_CHARACTERS_MIN, PromptNamer, Work
 from cachecore.prompts.plain import PlainRenderer
 from cachecore.scope import DEFAULT_TENANT, IdentityScope, KeyId, Keyring, Naming
 
@@ -20,7 +21,7 @@ KEYRING = Keyring({0: bytes(range(32))}, 0)
 NAMINGS = [
     Naming.of(IdentityScope(model, KeyId(DEFAULT_TENANT, 0), size), KEYRING) for model in "ab" for size in (4, 16)
 ]
-LONG = "x" * LAST_SEGMENT_CHARACTERS_MIN
+LONG = "x" * END_CHARACTERS_MIN
 
 
 class Counting(PlainRenderer):
@@ -69,6 +70,15 @@ class UnderPressure(RuleBasedStateMachine):
         assert self.namer.name(PLAIN, naming, rendered) == naive(naming, rendered)
 
     @rule(segments=SEGMENTS, naming=st.sampled_from(NAMINGS))
+    def at_once(self, segments: list[str], naming: Naming) -> None:
+        rendered = Rendered(segments)
+        begun = self.namer.begin(PLAIN, naming, rendered)
+        if isinstance(begun, Work):
+            self.pending.append((begun, naive(naming, rendered)))
+        else:
+            assert begun == naive(naming, rendered)
+
+    @rule(segments=SEGMENTS, naming=st.sampled_from(NAMINGS))
     def begin(self, segments: list[str], naming: Naming) -> None:
         rendered = Rendered(segments)
         self.pending.append((self.namer.look_up(PLAIN, naming, rendered), naive(naming, rendered)))
@@ -101,23 +111,63 @@ TestUnderPressure = UnderPressure.TestCase
 TestUnderPressure.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
+TURNS = ["<|system|>\nBe brief.\n", "<|user|>\nFirst?\n", "<|assistant|>\nYes.\n", "<|user|>\nSecond?\n"]
+ANSWER = "<|assistant|>\n"
+
+
 def test_a_next_turn_pays_for_its_tail_only() -> None:
+    """For its tail, and for the question before, whose end was too short to be remembered."""
     namer, renderer = PromptNamer(1 << 20), Counting()
-    turns = ["<|system|>\nBe brief.\n", "<|user|>\nFirst?\n", "<|assistant|>\nYes.\n", "<|user|>\nSecond?\n"]
-    namer.name(renderer, NAMINGS[0], Rendered([*turns[:2], "<|assistant|>\n"]))
+    namer.name(renderer, NAMINGS[0], Rendered([*TURNS[:2], ANSWER]))
     assert len(renderer.encoded) == 3
     renderer.encoded.clear()
-    work = namer.look_up(renderer, NAMINGS[0], Rendered([*turns, "<|assistant|>\n"]))
-    assert work.missing_characters == len(turns[2]) + len(turns[3])
+    rendered = Rendered([*TURNS, ANSWER])
+    work = namer.look_up(renderer, NAMINGS[0], rendered)
+    assert work.missing_characters == sum(map(len, TURNS[1:]))
     named = work.compute()
     namer.insert(work)
-    assert renderer.encoded == turns[2:]
-    assert named == naive(NAMINGS[0], Rendered([*turns, "<|assistant|>\n"]))
-    assert namer.look_up(renderer, NAMINGS[0], Rendered([*turns, "<|assistant|>\n"])).missing_characters == 0
+    assert renderer.encoded == TURNS[1:]
+    assert named == naive(NAMINGS[0], rendered)
+    assert namer.look_up(renderer, NAMINGS[0], rendered).missing_characters == len(TURNS[3])
     assert (namer.counters.hits, namer.counters.encoded_characters) == (
-        2 + 4,
-        sum(map(len, turns)) + len("<|assistant|>\n"),
+        1 + 3,
+        sum(map(len, [*TURNS, ANSWER, TURNS[1]])),
     )
+
+
+def test_a_long_question_is_remembered() -> None:
+    namer, renderer = PromptNamer(1 << 20), Counting()
+    question = "<|user|>\n" + LONG
+    namer.name(renderer, NAMINGS[0], Rendered([TURNS[0], question, ANSWER]))
+    renderer.encoded.clear()
+    namer.name(renderer, NAMINGS[0], Rendered([TURNS[0], question, *TURNS[2:], ANSWER]))
+    assert renderer.encoded == TURNS[2:]
+
+
+def test_a_short_end_is_named_at_once() -> None:
+    namer, renderer = PromptNamer(1 << 20), Counting()
+    first = Rendered([*TURNS[:2], ANSWER])
+    work = namer.begin(renderer, NAMINGS[0], first)
+    assert isinstance(work, Work)
+    work.compute()
+    namer.insert(work)
+    renderer.encoded.clear()
+    counters = replace(namer.counters)
+    for rendered in (first, Rendered([TURNS[0], TURNS[3], ANSWER], complete=False)):
+        assert namer.begin(renderer, NAMINGS[0], rendered) == naive(NAMINGS[0], rendered)
+    assert renderer.encoded == [TURNS[1], TURNS[3]]
+    assert namer.counters.nodes == counters.nodes
+    assert namer.counters.hits == counters.hits + 2
+    assert isinstance(namer.begin(renderer, NAMINGS[0], Rendered([TURNS[0], LONG, ANSWER])), Work)
+
+
+def test_a_prompt_that_is_a_short_end_altogether() -> None:
+    namer = PromptNamer(1 << 20)
+    rendered = Rendered([TURNS[1], ANSWER])
+    for _ in range(2):
+        assert namer.name(PLAIN, NAMINGS[0], rendered) == naive(NAMINGS[0], rendered)
+    assert namer.begin(PLAIN, NAMINGS[0], rendered) == naive(NAMINGS[0], rendered)
+    assert namer.counters.nodes == 1, "the root alone"
 
 
 def test_roots_never_share() -> None:
