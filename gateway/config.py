@@ -33,10 +33,12 @@ import msgspec
 import yaml
 
 from cachecore.store.address import parse_address
+from cachecore.transfer.plan import DEADLINE_SECONDS_MAX
 from gateway.errors import ConfigError
 from policies import POLICIES
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+FidelityName = Literal["exact", "quantized", "rotated", "fused"]
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -152,6 +154,40 @@ class PromptsConfig(Section, frozen=True, kw_only=True):
     """Whether a request may bring its own `chat_template`, for engines that allow it too. Rendered in a sandbox."""
 
 
+class TransferConfig(Section, frozen=True, kw_only=True):
+    """KV that workers pull from each other or from pools instead of computing it (docs/moving-kv.md).
+
+    It needs workers that say they can, and the keyring that they have: plans are signed.
+    """
+
+    enabled: bool = True
+    fidelity: FidelityName = "quantized"
+    """The worst KV that a request accepts whose `x-ropeway-fidelity` says nothing."""
+    shifted: bool = False
+    """Whether passages whose KV was computed at another position are looked for, for requests that accept `fused`.
+    Every gateway then reads all event streams, and keeps where blocks' texts lie."""
+    shifted_blocks_max: Positive = 250_000
+    """Of such blocks, each some 830 bytes; the oldest go first."""
+    codecs: tuple[str, ...] = ("i8", "raw")
+    """Best first: the first that source and target both have, and that the request's fidelity allows. Others are not
+    used."""
+    deadline_seconds_min: Annotated[float, msgspec.Meta(gt=0, le=DEADLINE_SECONDS_MAX)] = 0.5
+    """A pull is given the time in which it could still win, within these bounds. Less than the lower one would stop
+    pulls wherever prefill is slower than the gateway knows yet."""
+    deadline_seconds_max: Annotated[float, msgspec.Meta(gt=0, le=DEADLINE_SECONDS_MAX)] = 30.0
+    kl_budgets: dict[str, Annotated[float, msgspec.Meta(gt=0)]] = msgspec.field(
+        default_factory=lambda: {"i8": 1e-3, "fp8": 1e-2, "i4h": 3e-2, "lm3h": 1e-1, "fused": 1e-1}
+    )
+    """Mean KL, in nats a token, beyond which workers' own comparisons with exact KV switch a codec, or `fused`, off for
+    a model and tenant. What is not named is never switched off."""
+
+    def __post_init__(self) -> None:
+        if self.deadline_seconds_min > self.deadline_seconds_max:
+            raise ValueError("transfer.deadline_seconds_min is larger than transfer.deadline_seconds_max")
+        if not self.codecs:
+            raise ValueError("transfer.codecs: name one at least, or set transfer.enabled to false")
+
+
 class GatewayConfig(Section, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: Port = 8000
@@ -179,6 +215,7 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     index: IndexConfig = IndexConfig()
     sharing: SharingConfig = SharingConfig()
     prompts: PromptsConfig = PromptsConfig()
+    transfer: TransferConfig = TransferConfig()
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 from cachecore.blocks import EMPTY_CHAIN
 from cachecore.index.contract import NO_MATCH, Match
 from cachecore.prompts.contract import NamedPrompt, PromptError
+from cachecore.scope import Fidelity
 from cachecore.store import StoreError
 from gateway.edge.body import BodyMemory
 from gateway.edge.exchange import Ending
-from gateway.edge.http1 import HOP_BY_HOP, RequestHead, forwardable
+from gateway.edge.http1 import HOP_BY_HOP, RequestHead, ResponseHead, forwardable
 from gateway.edge.server import Inbound
 from gateway.errors import BadRequest, ServiceError
 from gateway.fleet import parity
@@ -27,17 +28,20 @@ from gateway.fleet.registry import Fleet
 from gateway.fleet.worker import ModelPool, Parity, WorkerRecord
 from gateway.prompts import Prompts
 from gateway.requests import Kind, Request, read_request, request_id_of
+from gateway.shifted import NO_PASSAGES, PROMPT_TOKENS_MAX, Asked, PassagePlanner, PassagePlans
 from gateway.tenants import Tenant, Tenants
+from gateway.transfers import Flight, Identity, Task, Transfers
 from gateway.usage import read_usage
 from gateway.views.metrics import GatewayMetrics
 from gateway.views.receipts import Receipts
 from policies import create as create_policy
-from policies.contract import Policy, Query, Receipt
+from policies.contract import Decision, Policy, Query, Receipt, candidate_fields
 from policies.pricing import prefill_seconds
 
 logger = logging.getLogger("ropeway.pipeline")
 
-_FAILED = Parity.FAILED
+# Members of enumerations are looked up by a slow path.
+_FAILED, _COMPLETE = Parity.FAILED, Ending.COMPLETE
 _OPENINGS_MAX = 64
 """Workers that one head is written out for, until it is done anew."""
 
@@ -49,6 +53,7 @@ _DROPPED_FROM_REQUESTS = HOP_BY_HOP | {
     b"expect",
     b"accept-encoding",
     b"x-request-id",
+    b"x-ropeway-fidelity",
     b"x-ropeway-policy",
     b"x-ropeway-session",
 }
@@ -72,6 +77,8 @@ class Pipeline:
         tenants: Tenants,
         metrics: GatewayMetrics,
         receipts: Receipts,
+        transfers: Transfers | None = None,
+        passages: PassagePlanner | None = None,
         clock: Callable[[], float] = time.monotonic,
         random: Random | None = None,
     ) -> None:
@@ -82,14 +89,15 @@ class Pipeline:
         self.tenants = tenants
         self.metrics = metrics
         self.receipts = receipts
+        self.transfers = transfers
+        """None where no worker is told to pull KV."""
+        self.passages = passages
+        """None where nothing is looked for at other positions."""
         self.clock = clock
         self._random = random or Random()
-        self._policies: dict[str, Policy] = {settings.policy: create_policy(settings.policy)}
+        self.policy = create_policy(settings.policy)
+        self._policies: dict[str, Policy] = {settings.policy: self.policy}
         self._bodies = BodyMemory()
-
-    @property
-    def policy(self) -> Policy:
-        return self._policies[self.settings.policy]
 
     # The story
 
@@ -203,13 +211,22 @@ class Pipeline:
     ) -> Receipt:
         """The decision, and what it was made from."""
         started = time.perf_counter()
-        policy = self._policy_of(request)
+        policy = self._policy_of(request) if request.policy else self.policy
         candidates = self.fleet.candidates(pool, request.adapter, excluded)
         chain = EMPTY_CHAIN if request.skips_cache else named.chain
-        own_history_only = policy.name == "prefix-aware"
-        snapshot = self.knowledge.snapshot(pool, candidates, match, chain, named.token_count, now, own_history_only)
-        query = Query(named.token_count, request.output_tokens_max, request.session, request.priority)
-        decision = policy.decide(query, snapshot, self._random)
+        tokens, own_history_only = named.token_count, policy.name == "prefix-aware"
+        if pool.transfers and self.transfers is not None:
+            accepted = self.transfers.accepted(request, pool, now)
+            snapshot = self.knowledge.snapshot(pool, candidates, match, chain, tokens, now, own_history_only, accepted)
+            if request.prompts_count == 1:
+                pulls = self.transfers.pulls(request, pool, chain, match, tokens, now)
+                snapshot = snapshot._replace(pulls=pulls)
+        else:
+            snapshot = self.knowledge.snapshot(pool, candidates, match, chain, tokens, now, own_history_only)
+        query = Query(tokens, request.output_tokens_max, request.session, request.priority)
+        decision, views = policy.decide(query, snapshot, self._random), snapshot.workers
+        if snapshot.pulls is not None and decision.pull is None:
+            decision.pull = snapshot.pulls.option(decision.worker, decision.worker.load.wait_seconds(now))
         return Receipt(
             request.id,
             request.model,
@@ -217,7 +234,8 @@ class Pipeline:
             query,
             pool.block_size_tokens,
             decision,
-            snapshot.workers,
+            views.index(decision.worker),
+            candidate_fields(views),
             time.time(),
             (time.perf_counter() - started) * 1e6,
             pool.renderer.name if pool.renderer else "remote",
@@ -226,8 +244,8 @@ class Pipeline:
 
     def _policy_of(self, request: Request) -> Policy:
         name = request.policy
-        if not name or name == self.settings.policy:
-            return self._policies[self.settings.policy]
+        if name == self.settings.policy:
+            return self.policy
         if not self.settings.policy_header_allowed:
             raise BadRequest("Choosing a policy by header is not allowed here.", param="x-ropeway-policy")
         policy = self._policies.get(name)
@@ -250,8 +268,11 @@ class Journey:
     __slots__ = (
         "_excluded",
         "_first_byte_at",
+        "_flight",
+        "_kv_headers",
         "_match",
         "_named",
+        "_passages",
         "_pipeline",
         "_pool",
         "_receipt",
@@ -260,6 +281,7 @@ class Journey:
         "_worker",
         "answer_headers",
         "connections",
+        "reads_head",
         "request_parts",
     )
 
@@ -271,6 +293,10 @@ class Journey:
         self._match = match
         self._excluded: tuple[WorkerRecord, ...] = ()
         self._started_at = self._first_byte_at = 0.0
+        self._flight: Flight | None = None
+        self._passages = NO_PASSAGES
+        self._kv_headers = b""
+        self.reads_head = False
 
     @property
     def attempt(self) -> "Journey":
@@ -289,7 +315,17 @@ class Journey:
         self._worker = worker = pipeline.fleet.workers[view.name]
         if seconds is None:
             seconds = prefill_seconds(receipt.query, view)
-        matched = view.matched_tokens
+        if self._pool.transfers:
+            self._plan_pull(worker, decision, now)
+        matched, prior_seconds = view.matched_tokens, None
+        if request.streams or knowledge.estimates.wants_answer():
+            computed, decoding = named.token_count - matched, view.load.running_context_tokens
+            prior_seconds = view.prefill.prior_seconds(computed, matched, decoding)
+        if self._flight is not None:
+            # How long its first token takes says little of prefill.
+            seconds, prior_seconds = self._flight.option.prefill_seconds, None
+        elif self._passages.tokens:
+            seconds, prior_seconds = self._passages.prefill_seconds, None
         knowledge.accounting.dispatch(
             request.upstream_id,
             view.name,
@@ -298,13 +334,16 @@ class Journey:
             named.token_count,
             seconds,
             request.output_tokens_max,
-            view.prefill.prior_seconds(named.token_count - matched, matched, view.load.running_context_tokens),
+            prior_seconds,
             in_one_piece=not request.streams,
         )
         if named.chain and worker.parity is not _FAILED:
             key = (view.name, view.rank)
             if worker.events_trusted:
-                knowledge.predictions.predict(request.upstream_id, key, named.chain, now)
+                exact = self._flight is None or self._flight.option.fidelity == Fidelity.EXACT
+                exact = exact and not self._passages.tokens
+                predictions = knowledge.predictions if exact else knowledge.inexact_predictions
+                predictions.predict(request.upstream_id, key, named.chain, now)
             if not worker.events_trusted or policy == "prefix-aware":
                 knowledge.history.record(key, named.chain)
         worker.requests += 1
@@ -315,20 +354,62 @@ class Journey:
             f"x-ropeway-policy: {policy}\r\nx-request-id: {request.id}\r\n"
         ).encode()
         pipeline.receipts.add(receipt)
-        pipeline.metrics.routed(policy, receipt)
+        pipeline.metrics.routed(receipt)
+
+    def _plan_pull(self, worker: WorkerRecord, decision: Decision, now: float) -> None:
+        """What the worker is told besides, if it can move KV: what to pull, and how good the KV must be."""
+        pipeline, request = self._pipeline, self._request
+        transfers = pipeline.transfers
+        self._flight, self._passages, self._kv_headers, self.reads_head = None, NO_PASSAGES, b"", False
+        if transfers is None or worker.transfer is None:
+            return
+        accepted = transfers.accepted(request, self._pool, now)
+        self._kv_headers, self.reads_head = transfers.fidelity_header(accepted), True
+        if pipeline.passages is not None and accepted is Fidelity.FUSED:
+            passages = self._plan_passages(pipeline.passages, worker, decision, now)
+            if passages.saved_seconds > (0.0 if decision.pull is None else decision.pull.saved_seconds):
+                self._passages, decision.pull = passages, None
+                pipeline.passages.metrics.sent(passages)
+        if decision.pull is not None:
+            identity = Identity(*pipeline.prompts.identity(request, self._pool))
+            chain, block = self._named.chain, self._pool.block_size_tokens
+            task = Task(request.upstream_id, worker, identity, chain, block, accepted)
+            self._flight = transfers.plan(decision.pull, task, now)
+
+    def _plan_passages(
+        self, planner: PassagePlanner, worker: WorkerRecord, decision: Decision, now: float
+    ) -> PassagePlans:
+        """What the worker is to turn and repair of a prompt that it would compute."""
+        request, view, count = self._request, decision.worker, self._named.token_count
+        if request.prompts_count > 1 or request.skips_cache or not self._named.complete or count > PROMPT_TOKENS_MAX:
+            return NO_PASSAGES
+        said = self._pipeline.prompts.passages_of(request, self._pool)
+        if said is None:
+            return NO_PASSAGES
+        return planner.plans(
+            Asked(request, self._pool, *said, view.matched_tokens, worker, view.rank, view.prefill), now
+        )
 
     def _upstream_request(self, worker: WorkerRecord) -> list[bytes]:
         pipeline, request = self._pipeline, self._request
-        salt = pipeline.prompts.salt_json(request, self._pool)
-        body = request.upstream_body(salt, pipeline.settings.forward_kv_transfer_params)
+        salt = request.salt_json or pipeline.prompts.salt_json(request, self._pool)
+        plans = self._flight.body if self._flight is not None else self._passages.body
+        body = request.upstream_body(salt, pipeline.settings.forward_kv_transfer_params, plans)
         openings = request.head.notes.get("openings")
         opening = openings.get(worker.url) if openings else None
         if opening is None:
             opening = pipeline.upstream_opening(request.head, worker)
         size = sum(map(len, body))
-        return [b"%b%b\r\ncontent-length: %d\r\n\r\n" % (opening, request.upstream_id.encode(), size), *body]
+        head = b"%b%b\r\n%bcontent-length: %d\r\n\r\n"
+        return [head % (opening, request.upstream_id.encode(), self._kv_headers, size), *body]
 
     # exchange.Listener
+
+    def answered(self, head: ResponseHead) -> None:
+        transfers = self._pipeline.transfers
+        if transfers is not None and head.status == 200:
+            flight, self._flight = self._flight, None
+            self._receipt.pull_report = transfers.answered(flight, head.headers, self._pipeline.clock())
 
     def first_byte(self) -> None:
         pipeline = self._pipeline
@@ -350,6 +431,7 @@ class Journey:
             return True
         pipeline.fleet.suspect(self._worker, reason)
         pipeline.knowledge.predictions.cancel(self._request.upstream_id)
+        self._end_flight()
         self._excluded += (self._worker,)
         try:
             self.decide()
@@ -361,7 +443,7 @@ class Journey:
         pipeline, request = self._pipeline, self._request
         now = pipeline.clock()
         output_tokens = 0
-        answered = ending is Ending.COMPLETE and status == 200
+        answered = ending is _COMPLETE and status == 200
         if answered:
             usage = read_usage(tail)
             if usage is not None:
@@ -373,6 +455,15 @@ class Journey:
         if sample is not None:
             pipeline.knowledge.estimates.observe_answer(sample)
         pipeline.metrics.ended(ending, status, now - self._started_at)
+        if self._flight is not None:
+            self._end_flight()
+
+    def _end_flight(self) -> None:
+        """No word came of the pull."""
+        flight, self._flight = self._flight, None
+        if flight is not None and self._pipeline.transfers is not None:
+            self._pipeline.transfers.abandoned(flight)
+            self._pipeline.knowledge.inexact_predictions.cancel(flight.request_id)
 
     def _check(self, prompt_tokens: int, cached_tokens: int | None) -> None:
         """Hold the worker's own count beside what we said."""

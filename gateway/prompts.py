@@ -1,13 +1,14 @@
 """Naming prompts for the pipeline: which renderer, which key, which salt; now, off the loop, or at the worker."""
 
 import asyncio
+from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import orjson
 
-from cachecore.blocks import EMPTY_CHAIN
+from cachecore.blocks import EMPTY_CHAIN, PrefixHash, pack_tokens
 from cachecore.prompts.contract import NamedPrompt, PromptError
 from cachecore.prompts.naming import PromptNamer, Work
 from cachecore.scope import (
@@ -31,6 +32,9 @@ CHARACTERS_PER_TOKEN = 4
 
 # Routes besides the named ones whose engines take a salt.
 _SALTED_PATHS = frozenset({"/v1/responses"})
+
+# Members of enumerations are looked up by a slow path.
+_CHAT, _OTHER = Kind.CHAT, Kind.OTHER
 
 RemoteTokenizer = Callable[[ModelPool, Mapping[str, Any]], Awaitable[Sequence[int] | None]]
 
@@ -62,6 +66,25 @@ class Prompts:
         if request.kind is Kind.OTHER and request.path not in _SALTED_PATHS:
             return None
         return self._salted(request, pool).salt_json
+
+    def identity(self, request: Request, pool: ModelPool) -> tuple[KeyId, PrefixHash]:
+        """Under which key a named request's blocks are named, and the root of their chain."""
+        naming = self._salted(request, pool).naming
+        return naming.scope.key_id, naming.root
+
+    def passages_of(self, request: Request, pool: ModelPool) -> tuple[Naming, bytes] | None:
+        """A named request's naming and its tokens, packed; None where only its worker can tell them. What of them is
+        not cached is encoded once more."""
+        renderer, kind = pool.renderer, request.kind
+        prompt = None if kind is _CHAT else request.values.get("prompt")
+        if isinstance(prompt, list) and all(type(token) is int for token in prompt):
+            tokens = array("I", prompt)
+        elif renderer is None or not (kind is _CHAT or isinstance(prompt, str)):
+            return None
+        else:
+            rendered = renderer.chat(request.values) if kind is _CHAT else renderer.text(str(prompt))
+            tokens = self._namer.tokens(renderer, rendered)
+        return self._salted(request, pool).naming, pack_tokens(tokens)
 
     def naming_for_events(self, pool: ModelPool, salt: str | None, adapter: str | None) -> Naming | None:
         """How blocks announced under a salt are named; None for a salt that is forged or of a dropped epoch.
@@ -116,21 +139,23 @@ class Prompts:
 
     def name(self, request: Request, pool: ModelPool) -> NamedPrompt | Awaitable[NamedPrompt]:
         """The request's prompt, named. Raises PromptError, at once or when awaited."""
-        if request.kind is Kind.OTHER or request.body is None:
+        kind, renderer = request.kind, pool.renderer
+        if kind is _OTHER or request.body is None:
             return _unread(request)
         naming, request.salt_json = self._salted(request, pool)
-        renderer = pool.renderer
-        if request.kind is Kind.CHAT and renderer is not None:
-            return self._finish(self._namer.look_up(renderer, naming, renderer.chat(request.values)))
-        prompt = None if request.kind is Kind.CHAT else request.values.get("prompt")
-        if request.kind is Kind.COMPLETION and not isinstance(prompt, str):
+        if kind is _CHAT and renderer is not None:
+            return self._finish(self._namer.begin(renderer, naming, renderer.chat(request.values)))
+        prompt = None if kind is _CHAT else request.values.get("prompt")
+        if kind is not _CHAT and not isinstance(prompt, str):
             return self._name_listed(request, pool, naming, prompt)
         if renderer is None:
             return self._name_remotely(request, pool, naming, prompt)
-        return self._finish(self._namer.look_up(renderer, naming, renderer.text(str(prompt))))
+        return self._finish(self._namer.begin(renderer, naming, renderer.text(str(prompt))))
 
-    def _finish(self, work: Work) -> NamedPrompt | Awaitable[NamedPrompt]:
+    def _finish(self, work: NamedPrompt | Work) -> NamedPrompt | Awaitable[NamedPrompt]:
         """Name what is left: at once, or in a thread where that would keep the loop from its other requests."""
+        if isinstance(work, NamedPrompt):
+            return work
         if work.missing_characters > self._long_prompt_characters:
             return self._compute_in_thread(work)
         named = work.compute()

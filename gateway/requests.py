@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import orjson
 
+from cachecore.scope import Fidelity
 from gateway.edge.body import Body, BodyMemory
 from gateway.edge.http1 import RequestHead
 from gateway.edge.server import Inbound
@@ -16,6 +17,8 @@ from gateway.errors import BadRequest
 from gateway.tenants import Tenant
 
 SESSION_CHARACTERS_MAX = 256
+FIDELITY_HEADER = b"x-ropeway-fidelity"
+FIDELITIES = {fidelity.name.lower().encode(): fidelity for fidelity in Fidelity}
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}").fullmatch
 _MULTIPART_MODEL = re.compile(rb'[; ]name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{1,512})\r\n')
 
@@ -66,6 +69,8 @@ class Kind(Enum):
         return Kind.OTHER if method in ("POST", "GET", "DELETE") else None
 
 
+# Members of enumerations are looked up by a slow path.
+_OTHER = Kind.OTHER
 _NAMED = {"/v1/chat/completions": Kind.CHAT, "/v1/completions": Kind.COMPLETION}
 
 
@@ -106,6 +111,8 @@ class Request:
     output_tokens_max = 0
     prompts_count = 1
     streams = False
+    fidelity: Fidelity | None = None
+    """The worst KV that it accepts; None when it does not say."""
     skips_cache = False
     """Engines do not read their prefix cache for it (prompt logprobs are asked for)."""
     salt_json: bytes | None = None
@@ -132,17 +139,22 @@ class Request:
         """None for bodies that are not JSON objects."""
         self.tenant = tenant
 
-    def upstream_body(self, salt_json: bytes | None, forward_kv_transfer_params: bool) -> list[bytes]:
-        """The body to send, in parts: as received but for the keys the gateway owns."""
+    def upstream_body(
+        self, salt_json: bytes | None, forward_kv_transfer_params: bool, plans: bytes | None = None
+    ) -> list[bytes]:
+        """The body to send, in parts: as received but for the keys the gateway owns. `plans`: the JSON to put in the
+        place of the client's own `kv_transfer_params`."""
         if self.body is None:
             return [self.data] if self.data else []
         body = self.body
-        if salt_json is not None and body.keys().isdisjoint(_SPLICED_KEYS):
+        if plans is None and salt_json is not None and body.keys().isdisjoint(_SPLICED_KEYS):
             return body.with_member(b'"cache_salt":' + salt_json)
         changes: dict[str, bytes | None] = {}
         if salt_json is not None:
             changes["cache_salt"] = salt_json
-        if not forward_kv_transfer_params and "kv_transfer_params" in body:
+        if plans is not None:
+            changes["kv_transfer_params"] = plans
+        elif not forward_kv_transfer_params and "kv_transfer_params" in body:
             changes["kv_transfer_params"] = None
         if "request_id" in body:
             changes["request_id"] = orjson.dumps(self.upstream_id)
@@ -159,6 +171,7 @@ class _HeadFields(NamedTuple):
     content_type: bytes
     policy: str
     session: str
+    fidelity: Fidelity | None
 
 
 def read_request(inbound: Inbound, tenant: Tenant, models: ServedModels, memory: BodyMemory | None = None) -> Request:
@@ -186,6 +199,8 @@ def read_request(inbound: Inbound, tenant: Tenant, models: ServedModels, memory:
             _read_options(request, values)
     if fields.session:
         request.session = fields.session
+    if fields.fidelity is not None:
+        request.fidelity = fields.fidelity
     return request
 
 
@@ -199,7 +214,18 @@ def _head_fields(head: RequestHead, path: str) -> _HeadFields:
         fields.get(b"content-type", b""),
         fields.get(b"x-ropeway-policy", b"").decode("latin-1"),
         fields.get(b"x-ropeway-session", b"").decode("latin-1")[:SESSION_CHARACTERS_MAX],
+        _fidelity(fields.get(FIDELITY_HEADER)),
     )
+
+
+def _fidelity(stated: bytes | None) -> Fidelity | None:
+    if stated is None:
+        return None
+    fidelity = FIDELITIES.get(stated)
+    if fidelity is None:
+        known = ", ".join(name.decode() for name in FIDELITIES)
+        raise BadRequest(f"x-ropeway-fidelity is one of {known}.", param="x-ropeway-fidelity")
+    return fidelity
 
 
 def request_id_of(head: RequestHead | None) -> str:
@@ -210,7 +236,7 @@ def request_id_of(head: RequestHead | None) -> str:
 
 def _read_model(request: Request, model: Any, models: ServedModels) -> None:
     if not model:
-        if request.kind is not Kind.OTHER:
+        if request.kind is not _OTHER:
             raise BadRequest("you must provide a model parameter", param="model")
         model = models.only_model()
     request.model = _typed(model, "model", str) or ""
@@ -256,7 +282,7 @@ def _client_request_id(value: bytes | None) -> str:
 def _read_body(
     inbound: Inbound, kind: Kind, content_type: bytes, memory: BodyMemory | None, tenant: str
 ) -> Body | None:
-    if kind is Kind.OTHER and (not inbound.body or _is_form(content_type)):
+    if kind is _OTHER and (not inbound.body or _is_form(content_type)):
         return None
     # Whatever it is labelled, a worker may read it as JSON: unread, it would carry keys past us that are ours to set.
     if not inbound.body:

@@ -15,28 +15,40 @@ from typing import cast
 import uvicorn
 from prometheus_client import CollectorRegistry
 
+from cachecore.index.content import MemoryContentIndex
+from cachecore.index.content_feed import ContentFeed
 from cachecore.index.memory import MemoryIndex
 from cachecore.prompts.contract import Renderer
 from cachecore.prompts.huggingface import HuggingFaceRenderer
 from cachecore.prompts.naming import PromptNamer
-from cachecore.scope import Keyring
+from cachecore.scope import Fidelity, Keyring
 from gateway.app import Surfaces, build_app
 from gateway.config import GatewayConfig, ListenerConfig
 from gateway.edge.exchange import Deadlines
 from gateway.edge.server import Edge, EdgeLimits
 from gateway.errors import ConfigError
 from gateway.fleet.knowledge import Knowledge
+from gateway.fleet.pools import PoolFollower
+from gateway.fleet.quality import QualityFollower
 from gateway.fleet.registry import Fleet
-from gateway.fleet.streams import Intakes, OwnStreams
+from gateway.fleet.streams import EventStreams, Intakes, OwnStreams
+from gateway.fleet.texts import TextStreams
 from gateway.pipeline import Pipeline, PipelineSettings
 from gateway.ports import require_free_port
 from gateway.prompts import Prompts
 from gateway.sharing import IndexBackend, Sharing, embedded_directory
+from gateway.shifted import PassagePlanner
 from gateway.tenants import OperatorKey, Tenants
+from gateway.transfers import Transfers, TransferSettings
 from gateway.views.metrics import GatewayCollector, GatewayMetrics
+from gateway.views.passages import PassageCollector
+from gateway.views.pools import PoolCollector
 from gateway.views.receipts import Receipts
 from gateway.views.sharing import SharingCollector
 from gateway.views.status import StatusView
+from gateway.views.transfers import QualityCollector, TransferCollector
+from policies.state.guard import GuardSettings, QualityGuard
+from policies.transfer import DeadlineBounds
 
 logger = logging.getLogger("ropeway")
 
@@ -60,15 +72,32 @@ class Gateway:
         )
         naming_for = self.prompts.naming_for_events
         self.sharing = Sharing(backend, self.knowledge, naming_for) if backend else None
-        streams = self.sharing.streams if self.sharing else OwnStreams(Intakes(self.knowledge.index, naming_for))
-        self.fleet = Fleet(config.probes, renderers, self.knowledge, streams, backend.epochs if backend else None)
+        self.contents = self._contents()
+        self.fleet = Fleet(
+            config.probes, renderers, self.knowledge, self._streams(), backend.epochs if backend else None
+        )
         self._members = self.sharing.join(self.fleet, config) if self.sharing else self.fleet
         self.prompts.tokenize_remotely = self.fleet.tokenize
         self.metrics = GatewayMetrics()
         self.receipts = Receipts()
+        self.pools = PoolFollower(self.fleet)
+        self.guard = QualityGuard(GuardSettings(config.transfer.kl_budgets))
+        self.quality = QualityFollower(self.guard, self.fleet.pools, lambda: self.fleet.http)
+        self.transfers = self._transfers(keyring)
+        self.passages = (
+            PassagePlanner(self.contents, self.transfers, keyring) if self.contents and self.transfers else None
+        )
         settings = PipelineSettings(config.policy, config.policy_header_allowed, config.forward_kv_transfer_params)
         self.pipeline = Pipeline(
-            settings, self.fleet, self.knowledge, self.prompts, tenants, self.metrics, self.receipts
+            settings,
+            self.fleet,
+            self.knowledge,
+            self.prompts,
+            tenants,
+            self.metrics,
+            self.receipts,
+            self.transfers,
+            self.passages,
         )
         self.status = StatusView(
             _version(),
@@ -79,11 +108,18 @@ class Gateway:
             self.receipts,
             self.prompts,
             self.sharing.document if self.sharing else None,
+            self.transfers.document if self.transfers else None,
         )
         self.collectors = CollectorRegistry()
         self.collectors.register(GatewayCollector(self.metrics, self.fleet, self.knowledge))
         if self.sharing is not None:
             self.collectors.register(SharingCollector(self.sharing))
+        if self.transfers is not None:
+            self.collectors.register(TransferCollector(self.transfers.metrics, self.transfers.accounts.__len__))
+            self.collectors.register(PoolCollector(self.pools))
+            self.collectors.register(QualityCollector(self.guard))
+        if self.passages is not None:
+            self.collectors.register(PassageCollector(self.passages))
         timeouts, limits = config.timeouts, config.limits
         deadlines = Deadlines(timeouts.connect_seconds, timeouts.first_byte_seconds, timeouts.idle_seconds)
         edge_limits = EdgeLimits(
@@ -97,11 +133,42 @@ class Gateway:
         self._admin_key = OperatorKey.load(config.admin.key_file)
         self._metrics_key = OperatorKey.load(config.metrics.key_file)
 
+    def _contents(self) -> ContentFeed | None:
+        """Where blocks' texts lie; None where nobody looks them up."""
+        config = self.config.transfer
+        wanted = config.shifted and self._moves_kv
+        return ContentFeed(MemoryContentIndex(config.shifted_blocks_max)) if wanted else None
+
+    def _streams(self) -> EventStreams:
+        index, naming_for, contents = self.knowledge.index, self.prompts.naming_for_events, self.contents
+        if self.sharing is None:
+            return OwnStreams(Intakes(index, naming_for, contents))
+        streams = self.sharing.streams
+        return TextStreams(streams, naming_for, contents) if contents is not None else streams
+
+    @property
+    def _moves_kv(self) -> bool:
+        """Not where it is off, nor where no worker could read a plan."""
+        return self.config.transfer.enabled and bool(self.config.keyring or self.config.redis == "embedded")
+
+    def _transfers(self, keyring: Keyring) -> Transfers | None:
+        """None where nobody is told to pull."""
+        config = self.config.transfer
+        if not self._moves_kv:
+            return None
+        bounds = DeadlineBounds(config.deadline_seconds_min, config.deadline_seconds_max)
+        settings = TransferSettings(Fidelity[config.fidelity.upper()], config.codecs, bounds)
+        estimates = self.knowledge.estimates
+        return Transfers(settings, keyring, self.fleet.workers, estimates, self.pools.knowledge, self.guard)
+
     async def serve(self) -> None:
         """Serve until SIGINT or SIGTERM."""
         servers = [self._public_server(), *self._operator_servers()]
         if self.sharing is not None:
             await self.sharing.start()
+        if self.transfers is not None:
+            await self.pools.start()
+            await self.quality.start()
         sweep = asyncio.create_task(self.edge.sweep(), name="edge sweep")
         for worker in self.config.workers:
             await self.fleet.register(worker)
@@ -117,6 +184,8 @@ class Gateway:
             for server in servers:
                 server.should_exit = True
             await asyncio.gather(*tasks, return_exceptions=True)
+            await self.quality.stop()
+            await self.pools.stop()
             await self.fleet.stop()
             if self.sharing is not None:
                 await self.sharing.stop()

@@ -11,15 +11,26 @@ from policies.contract import WorkerView
 def least_loaded(workers: Sequence[WorkerView], random: Random) -> WorkerView:
     """The worker with the fewest outstanding tokens, then the fewest requests; equals at random."""
     least = min([(view.load.inflight_tokens, view.load.inflight) for view in workers])
-    return random.choice([view for view in workers if (view.load.inflight_tokens, view.load.inflight) == least])
+    return any_of([view for view in workers if (view.load.inflight_tokens, view.load.inflight) == least], random)
 
 
-def fewest_requests(workers: Sequence[WorkerView], random: Random) -> WorkerView:
-    counts = [view.load.inflight for view in workers]
-    fewest = min(counts)
-    if counts.count(fewest) == 1:
-        return workers[counts.index(fewest)]
-    return random.choice([view for view, count in zip(workers, counts, strict=True) if count == fewest])
+def fewest_requests(workers: Sequence[WorkerView], places: Sequence[int], random: Random) -> int:
+    """Of some places among the workers the one with the fewest requests; of equals each with the same chance."""
+    best, fewest, equals = places[0], workers[places[0]].load.inflight, 0
+    for place in places:
+        inflight = workers[place].load.inflight
+        if inflight < fewest:
+            best, fewest, equals = place, inflight, 1
+        elif inflight == fewest:
+            equals += 1
+            if equals > 1 and random.random() * equals < 1.0:
+                best = place
+    return best
+
+
+def any_of(workers: Sequence[WorkerView], random: Random) -> WorkerView:
+    """`random.choice` for few, at a tenth of its price."""
+    return workers[int(random.random() * len(workers))] if len(workers) > 1 else workers[0]
 
 
 def stickiest(session: str, workers: Sequence[WorkerView]) -> WorkerView:

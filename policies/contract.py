@@ -3,9 +3,9 @@
 A policy filters, scores and picks over a frozen snapshot: numbers, never requests or sockets. It does no I/O and no
 logging; clock and random numbers are handed in. The gateway and the audit run the same policies on the same state.
 
-"Frozen" is by agreement: a decision is one synchronous call, and `WorkerView.load` is the live accounting record of
-`policies.state.inflight`, which nothing changes while it runs. Copying 64 records for each request would cost more
-than the decision.
+"Frozen" is by agreement: a decision is one synchronous call, and nothing changes a `WorkerView` or its `load` (the live
+accounting record of `policies.state.inflight`) while it runs. Making 64 of them for each request would cost more than
+the decision.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from random import Random
 from typing import Any, NamedTuple, Protocol
+
+from policies.transfer import PullOption, PullReport, Pulls
 
 
 class Evidence(StrEnum):
@@ -66,16 +68,19 @@ class PrefillEstimate(Protocol):
 
 @dataclass(slots=True, eq=False)
 class WorkerView:
-    """One candidate, as the gateway knows it at this moment. Frozen by agreement, too, and told apart by identity: what
-    is read this often must be read fast."""
+    """One candidate, as the gateway knows it at this moment; told apart by identity.
+
+    The gateway keeps one for each worker and writes into it, for each request anew, what is known about that request's
+    prompt: a policy may read it while it decides and no later. What is to be remembered of it is a `Candidate`.
+    """
 
     name: str
     rank: int
     load: WorkerLoad
     prefill: PrefillEstimate
-    matched_tokens: int
+    matched_tokens: int = 0
     """Leading prompt tokens it need not compute, by the best evidence, capped as the engine caps a full hit."""
-    confirmed_tokens: int
+    confirmed_tokens: int = 0
     """Of those, tokens that the worker's own events confirm."""
     tier_tokens: tuple[int, int, int] = (0, 0, 0)
     """Confirmed leading tokens reachable using L0; L0 and L1; and all tiers."""
@@ -113,6 +118,8 @@ class Snapshot(NamedTuple):
     workers: Sequence[WorkerView]
     """Candidates that passed the filters: they serve the model, are healthy, have room. Never empty."""
     rates: FleetRates = FleetRates()
+    pulls: Pulls | None = None
+    """What could be pulled instead of computed; None when nothing can."""
 
 
 @dataclass(slots=True)
@@ -129,6 +136,8 @@ class Decision:
     """Predicted wait of each candidate, where the policy looked at it: the live records move on."""
     costs: Sequence[float] = ()
     """One for each worker of the snapshot, in its order; empty when the policy does not score. Smaller is better."""
+    pull: PullOption | None = None
+    """What the worker had best pull, where the policy looked at that."""
 
     @property
     def reason(self) -> str:
@@ -143,9 +152,31 @@ class Policy(Protocol):
         ...
 
 
+class Candidate(NamedTuple):
+    """What was known of one worker when it was decided."""
+
+    worker: str
+    rank: int
+    matched_tokens: int
+    confirmed_tokens: int
+    tier_tokens: tuple[int, int, int]
+    evidence: Evidence
+
+
+def candidate_fields(views: Sequence[WorkerView]) -> list[tuple[Any, ...]]:
+    """The fields of each view's `Candidate`: they are put to their names when somebody looks."""
+    return [
+        (view.name, view.rank, view.matched_tokens, view.confirmed_tokens, view.tier_tokens, view.evidence)
+        for view in views
+    ]
+
+
 @dataclass(slots=True, eq=False)
 class Receipt:
-    """The explanation a decision leaves: what was known, what was chosen, what it was expected to cost."""
+    """The explanation a decision leaves: what was known, what was chosen, what it was expected to cost.
+
+    Every request leaves one and few are ever read: it keeps what is at hand, and `document` makes sense of it.
+    """
 
     request_id: str
     model: str
@@ -153,7 +184,11 @@ class Receipt:
     query: Query
     block_size_tokens: int
     decision: Decision
-    snapshot_workers: Sequence[WorkerView]
+    """Of which the worker is the gateway's live view, and may not be read."""
+    chosen: int
+    """Place among the candidates."""
+    candidate_fields: Sequence[tuple[Any, ...]]
+    """Of each `Candidate`."""
     decided_at: float
     """Wall-clock seconds."""
     decision_us: float
@@ -162,17 +197,24 @@ class Receipt:
     seen_ttft_ms: float | None = None
     reported_cached_tokens: int | None = None
     reported_prompt_tokens: int | None = None
+    pull_report: PullReport | None = None
+
+    @property
+    def candidate(self) -> Candidate:
+        """The chosen one."""
+        return Candidate._make(self.candidate_fields[self.chosen])
 
     def document(self) -> dict[str, Any]:
         """JSON form, as `POST /route/explain` answers it."""
-        decision, chosen = self.decision, self.decision.worker
-        costs: Sequence[float | None] = decision.costs or [None] * len(self.snapshot_workers)
-        waits: Sequence[float | None] = decision.waits_seconds or [None] * len(self.snapshot_workers)
+        decision, candidates = self.decision, [*map(Candidate._make, self.candidate_fields)]
+        chosen = self.candidate
+        costs: Sequence[float | None] = decision.costs or [None] * len(candidates)
+        waits: Sequence[float | None] = decision.waits_seconds or [None] * len(candidates)
         return {
             "request_id": self.request_id,
             "model": self.model,
             "policy": self.policy,
-            "worker": chosen.name,
+            "worker": chosen.worker,
             "rank": chosen.rank,
             "reason": decision.reason,
             "prompt_tokens": self.query.prompt_tokens,
@@ -184,21 +226,28 @@ class Receipt:
             "seen_ttft_ms": self.seen_ttft_ms,
             "reported_prompt_tokens": self.reported_prompt_tokens,
             "reported_cached_tokens": self.reported_cached_tokens,
+            "pull": self._pull(),
             "renderer": self.renderer,
             "tenant": self.tenant,
             "decided_at": self.decided_at,
             "decision_us": self.decision_us,
             "candidates": [
                 {
-                    "worker": view.name,
-                    "rank": view.rank,
-                    "matched_tokens": view.matched_tokens,
-                    "confirmed_tokens": view.confirmed_tokens,
-                    "tier_tokens": list(view.tier_tokens),
-                    "evidence": view.evidence.value,
+                    "worker": candidate.worker,
+                    "rank": candidate.rank,
+                    "matched_tokens": candidate.matched_tokens,
+                    "confirmed_tokens": candidate.confirmed_tokens,
+                    "tier_tokens": list(candidate.tier_tokens),
+                    "evidence": candidate.evidence.value,
                     "wait_ms": None if wait is None else wait * 1e3,
                     "cost": cost,
                 }
-                for view, cost, wait in zip(self.snapshot_workers, costs, waits, strict=True)
+                for candidate, cost, wait in zip(candidates, costs, waits, strict=True)
             ],
         }
+
+    def _pull(self) -> dict[str, Any] | None:
+        if self.decision.pull is None:
+            return None
+        report = self.pull_report
+        return {**self.decision.pull.document(), **(report.document() if report is not None else {})}

@@ -14,7 +14,8 @@ from random import Random
 
 from policies.choice import fewest_requests, label, milliseconds, stickiest
 from policies.contract import Decision, Evidence, Query, Snapshot, WorkerView
-from policies.pricing import crowding_each, prefill_seconds_each, slot_price, work_price
+from policies.pricing import crowding_each, expected_each, slot_price, work_price
+from policies.transfer import PullOption
 
 TIE_SECONDS = 0.0002
 TIE_SHARE = 0.05
@@ -36,16 +37,24 @@ class KvAware:
     name = "kv-aware"
 
     def decide(self, query: Query, snapshot: Snapshot, random: Random) -> Decision:
-        workers, now = snapshot.workers, snapshot.now
-        waits = [view.load.wait_seconds(now) for view in workers]
-        works = prefill_seconds_each(query, workers)
-        weight = 1.0 + max(work_price(snapshot.rates, min(waits)), slot_price(workers))
-        crowding = crowding_each(workers, snapshot.rates)
-        costs = [wait + weight * crowd * work for wait, work, crowd in zip(waits, works, crowding, strict=True)]
-        best = _pick(query, workers, costs, random)
-        ttft = waits[best] + works[best]
-        explain = partial(_explain, query, workers, costs, waits, works, best)
-        return Decision(workers[best], explain, ttft * 1e3, works[best], waits, costs)
+        workers = snapshot.workers
+        waits, works = expected_each(query, workers, snapshot.now)
+        price, slots = work_price(snapshot.rates, min(waits)), slot_price(workers)
+        weight = 1.0 + (price if price > slots else slots)
+        costs = crowding_each(workers, snapshot.rates)
+        for index, crowding in enumerate(costs):
+            costs[index] = waits[index] + weight * crowding * works[index]
+        pull = None
+        if snapshot.pulls is not None:
+            pulls = snapshot.pulls.lower(workers, waits, works, costs)
+            best = _pick(query, workers, costs, random)
+            pull = pulls.get(best)
+        else:
+            best = _pick(query, workers, costs, random)
+        view, work = workers[best], works[best]
+        explain = partial(_explain, query, workers, view.matched_tokens, view.evidence, waits, works, costs, best, pull)
+        ttft = waits[best] + work - (pull.saved_seconds if pull is not None else 0.0)
+        return Decision(view, explain, ttft * 1e3, work, waits, costs, pull)
 
 
 def _pick(query: Query, workers: Sequence[WorkerView], costs: Sequence[float], random: Random) -> int:
@@ -54,23 +63,34 @@ def _pick(query: Query, workers: Sequence[WorkerView], costs: Sequence[float], r
     best = costs.index(least)
     limit = least * (1.0 + TIE_SHARE) + TIE_SECONDS
     matched = workers[best].matched_tokens
-    tied = [view for view, cost in zip(workers, costs, strict=True) if cost <= limit and view.matched_tokens >= matched]
+    tied: list[int] = []
+    for index, cost in enumerate(costs):
+        if cost <= limit and workers[index].matched_tokens >= matched:
+            tied.append(index)  # a comprehension would be a call
     if len(tied) == 1:
         return best
-    return workers.index(stickiest(query.session, tied) if query.session else fewest_requests(tied, random))
+    if query.session:
+        return workers.index(stickiest(query.session, [workers[index] for index in tied]))
+    return fewest_requests(workers, tied, random)
 
 
 def _explain(
     query: Query,
     workers: Sequence[WorkerView],
-    costs: Sequence[float],
+    matched_tokens: int,
+    evidence: Evidence,
     waits: Sequence[float],
     works: Sequence[float],
+    costs: Sequence[float],
     best: int,
+    pull: PullOption | None,
 ) -> str:
-    view = workers[best]
-    cached, starts = _CACHED[view.evidence.value], milliseconds(waits[best] + works[best])
-    reason = f"{view.matched_tokens:,} of {query.prompt_tokens:,} tokens {cached}, starts in {starts}"
+    """In words. Of the views, which are about other requests by now, nothing but the names is read."""
+    ttft = waits[best] + works[best] - (pull.saved_seconds if pull is not None else 0.0)
+    cached, starts = _CACHED[evidence.value], milliseconds(ttft)
+    reason = f"{matched_tokens:,} of {query.prompt_tokens:,} tokens {cached}, starts in {starts}"
+    if pull is not None:
+        reason = f"{reason}; {pull}"
     if len(workers) == 1:
         return reason
     other = min((index for index in range(len(workers)) if index != best), key=costs.__getitem__)

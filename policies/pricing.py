@@ -49,18 +49,24 @@ def prefill_seconds(query: Query, view: WorkerView) -> float:
 
     Where the match is a guess it is a mean of two outcomes: good to route by, nothing to calibrate with.
     """
-    return prefill_seconds_each(query, (view,))[0]
+    cached = credited_tokens(view)
+    return view.prefill.prefill_seconds(query.prompt_tokens - cached, cached, view.load.running_context_tokens)
 
 
-def prefill_seconds_each(query: Query, workers: Sequence[WorkerView]) -> list[float]:
-    """`prefill_seconds` of every candidate; the inner loop of a decision, so what is certain takes no call."""
-    prompt_tokens, seconds = query.prompt_tokens, []
+def expected_each(query: Query, workers: Sequence[WorkerView], now: float) -> tuple[list[float], list[float]]:
+    """Of every candidate the predicted wait and `prefill_seconds`: the inner loop of a decision, so what takes a call
+    elsewhere is written out."""
+    prompt_tokens = query.prompt_tokens
+    waits: list[float] = []
+    works: list[float] = []
     for view in workers:
-        cached = view.matched_tokens
-        if cached and view.evidence is not _EXACT:
-            cached = credited_tokens(view)
-        seconds.append(view.prefill.prefill_seconds(prompt_tokens - cached, cached, view.load.running_context_tokens))
-    return seconds
+        load, cached = view.load, view.matched_tokens
+        if cached and view.evidence is not _EXACT:  # as `credited_tokens`
+            confirmed = view.confirmed_tokens
+            cached = confirmed + int(_CREDITS[view.evidence] * (cached - confirmed))
+        waits.append(load.wait_seconds(now))
+        works.append(view.prefill.prefill_seconds(prompt_tokens - cached, cached, load.running_context_tokens))
+    return waits, works
 
 
 def work_price(rates: FleetRates, wait_seconds_min: float) -> float:
@@ -94,10 +100,14 @@ def crowding_each(workers: Sequence[WorkerView], rates: FleetRates) -> list[floa
     nothing to do is not crowded, and a lone conversation stays where it began.
     """
     slack = CROWDING_SLACK_REQUESTS * rates.placed_unit
-    base = slack + min([view.load.placed for view in workers])
+    loads = [view.load for view in workers]
+    fewest = loads[0].placed
+    for load in loads:
+        if load.placed < fewest:
+            fewest = load.placed
+    base = slack + fewest
     ratios: list[float] = []
-    for view in workers:
-        load = view.load
+    for load in loads:
         ratio, most = (slack + load.placed) / base, 1.0 + load.inflight
         ratios.append(ratio if ratio < most else most)
     return ratios

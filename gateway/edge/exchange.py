@@ -57,6 +57,10 @@ class Ending(StrEnum):
     __hash__ = str.__hash__
 
 
+# Members of enumerations are looked up by a slow path.
+_COMPLETE = Ending.COMPLETE
+
+
 class Attempt(Protocol):
     """A decision to act upon: where to send which bytes, and what to add to the answer."""
 
@@ -64,6 +68,8 @@ class Attempt(Protocol):
     request_parts: list[bytes]
     answer_headers: bytes
     """Complete header lines."""
+    reads_head: bool
+    """Whether `Listener.answered` is to be called."""
 
 
 class Listener(Protocol):
@@ -71,6 +77,10 @@ class Listener(Protocol):
 
     @property
     def attempt(self) -> Attempt: ...
+
+    def answered(self, head: ResponseHead) -> None:
+        """The head of the answer that the client gets has come."""
+        ...
 
     def first_byte(self) -> None: ...
 
@@ -184,17 +194,33 @@ class Exchange:
 
     # upstream.Receiver
 
+    def response_complete(self, head: ResponseHead, body: bytes) -> None:
+        self._head, self._last_chunk, self._body_bytes = head, body, len(body)
+        # It may be serving another request already: what the client does from here on is not its concern.
+        self._connection = None
+        if body:
+            self._report_first_byte()
+        self._client.write(self._head_to_send(head) + body)
+        self._end(_COMPLETE)
+        self._client.answer_complete(True)
+
     def response_started(self, head: ResponseHead, body_follows: bool) -> None:
         self._head = head
-        forwarded = head.notes.get("forwarded")
-        if forwarded is None:
-            forwarded = head.notes["forwarded"] = _forwarded(head)
-        answer = b"%b%b%b\r\n" % (forwarded, self._listener.attempt.answer_headers, self._framing(head))
+        answer = self._head_to_send(head)
         if body_follows and not self._rechunk and self._undelivered is None:
             # One write for an answer that came in one read.
             self._answer_head = answer
         else:
             self._client.write(answer)
+
+    def _head_to_send(self, head: ResponseHead) -> bytes:
+        forwarded = head.notes.get("forwarded")
+        if forwarded is None:
+            forwarded = head.notes["forwarded"] = _forwarded(head)
+        attempt = self._listener.attempt
+        if attempt.reads_head:
+            self._report_answer(head)
+        return b"%b%b%b\r\n" % (forwarded, attempt.answer_headers, self._framing(head))
 
     def _framing(self, head: ResponseHead) -> bytes:
         """The headers that say where our answer's body ends, and whether the connection does."""
@@ -220,7 +246,6 @@ class Exchange:
         if not self._body_bytes and data:
             self._report_first_byte()
         if done:
-            # It may be serving another request already: what the client does from here on is not its concern.
             self._connection = None
         self._silent_since = self._deadlines.now
         self._body_bytes += len(data)
@@ -238,7 +263,7 @@ class Exchange:
             self._client.write(data)
             self._flowing = True
         if done:
-            self._end(Ending.COMPLETE)
+            self._end(_COMPLETE)
             self._client.answer_complete(not (self._client.http10 and self._head_length() < 0))
 
     def _head_length(self) -> int:
@@ -403,6 +428,12 @@ class Exchange:
         except Exception:
             # A fault in the accounts must not cost the client its answer.
             logger.exception("cannot account for an exchange")
+
+    def _report_answer(self, head: ResponseHead) -> None:
+        try:
+            self._listener.answered(head)
+        except Exception:
+            logger.exception("cannot account for an answer")
 
     def _report_first_byte(self) -> None:
         try:

@@ -124,6 +124,9 @@ class State(Enum):
     DRAINING = auto()
 
 
+# Looked up for every message, and members of enumerations are looked up by a slow path.
+_IDLE, _READING, _BUSY, _INNER, _DRAINING = State
+
 _SLASHES = re.compile(rb"/{2,}")
 _ORIGIN = re.compile(rb"https?://[^/?]*", re.IGNORECASE)
 
@@ -172,7 +175,7 @@ class EdgeProtocol(asyncio.Protocol):
         self._arguments = uvicorn_arguments
         self._server_state = uvicorn_arguments["server_state"]
         self._transport: asyncio.Transport = None  # type: ignore[assignment]  # set before any other callback
-        self._state = State.IDLE
+        self._state = _IDLE
         self._buffer = b""
         self._heads = HeadReader(parse_request_head)
         self._head: RequestHead | None = None
@@ -227,26 +230,26 @@ class EdgeProtocol(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         self._input_ended = True
-        if self._state is State.BUSY:
+        if self._state is _BUSY:
             self._probe()
             for seconds in _PROBES_SECONDS:
                 asyncio.get_running_loop().call_later(seconds, self._probe)
             return True
-        return self._state is State.INNER and self._end is not None and self._end.done
+        return self._state is _INNER and self._end is not None and self._end.done
 
     def data_received(self, data: bytes) -> None:
         state = self._state
-        if state is State.READING:
+        if state is _READING:
             self._receive_body(data)
-        elif state is State.INNER and self._end is not None and not self._end.done:
+        elif state is _INNER and self._end is not None and not self._end.done:
             self._feed_inner(data)
-        elif state is not State.DRAINING:
+        elif state is not _DRAINING:
             if self._buffer:
                 data = self._buffer + data
-            elif state is State.IDLE:
+            elif state is _IDLE:
                 self._since = self._deadlines.now
             self._buffer = data
-            if state is State.IDLE:
+            if state is _IDLE:
                 self._next_message()
             if len(self._buffer) > self._header_bytes_max:
                 self._reading_paused = True
@@ -269,9 +272,9 @@ class EdgeProtocol(asyncio.Protocol):
     def shutdown(self) -> None:
         """uvicorn stops: finish the current message, then close."""
         self._closing = True
-        if self._state in (State.IDLE, State.DRAINING):
+        if self._state in (_IDLE, _DRAINING):
             self._transport.close()
-        elif self._state is State.INNER and self._inner is not None:
+        elif self._state is _INNER and self._inner is not None:
             self._inner.shutdown()
 
     # Receiving
@@ -327,7 +330,7 @@ class EdgeProtocol(asyncio.Protocol):
 
     def _begin_reading(self, head: RequestHead, rest: bytes) -> None:
         self._end = BodyEnd(head.length)
-        self._state = State.READING
+        self._state = _READING
         self._parts = []
         self._received_bytes = 0
         if head.expects_continue and head.length and not rest:
@@ -355,7 +358,7 @@ class EdgeProtocol(asyncio.Protocol):
     def _body_complete(self, body: bytes) -> None:
         head = self._head
         assert head is not None  # noqa: S101
-        self._state = State.BUSY
+        self._state = _BUSY
         try:
             if head.length == CHUNKED:
                 body = _content_of(body)
@@ -399,7 +402,7 @@ class EdgeProtocol(asyncio.Protocol):
 
     def _probe(self) -> None:
         """Find out whether a client whose input has ended still listens."""
-        if not self._input_ended or self._state is not State.BUSY or self._transport.is_closing():
+        if not self._input_ended or self._state is not _BUSY or self._transport.is_closing():
             return
         if self._exchange is not None and not self._exchange.unanswered:
             self._exchange.probe()
@@ -447,7 +450,7 @@ class EdgeProtocol(asyncio.Protocol):
 
     def _drain(self) -> None:
         """Close, but read on for a while: bytes that meet a closed socket destroy the answer on its way."""
-        self._state = State.DRAINING
+        self._state = _DRAINING
         self._since = self._deadlines.now
         self._resume_reading()
         if self._input_ended or self._transport.is_closing():
@@ -469,7 +472,7 @@ class EdgeProtocol(asyncio.Protocol):
     def _message_done(self, keep_alive: bool) -> None:
         self._head = None
         self._end = None
-        self._state = State.IDLE
+        self._state = _IDLE
         self._since = self._deadlines.now
         if not keep_alive or self._closing or (self._input_ended and not self._buffer):
             self._transport.close()
@@ -481,10 +484,10 @@ class EdgeProtocol(asyncio.Protocol):
             asyncio.get_running_loop().call_soon(self._resume_messages)
 
     def _resume_messages(self) -> None:
-        if self._state is State.IDLE and not self._transport.is_closing():
+        if self._state is _IDLE and not self._transport.is_closing():
             self._next_message()
             self._resume_reading()
-            if self._input_ended and self._state in (State.IDLE, State.READING):
+            if self._input_ended and self._state in (_IDLE, _READING):
                 # What follows the last answer is half a message, and its other half will not come.
                 self._transport.close()
 
@@ -508,7 +511,7 @@ class EdgeProtocol(asyncio.Protocol):
             self._server_state.connections.discard(self._inner)
             if self._writing_paused:
                 self._inner.pause_writing()
-        self._state = State.INNER
+        self._state = _INNER
         self._inner_answered = False
         self._buffer = b""
         self._inner.data_received(buffer[:head_bytes])
@@ -543,7 +546,7 @@ class EdgeProtocol(asyncio.Protocol):
         self._inner_done()
 
     def _inner_done(self) -> None:
-        if self._state is State.INNER and self._inner_answered and self._end is not None and self._end.done:
+        if self._state is _INNER and self._inner_answered and self._end is not None and self._end.done:
             keep_alive = self._head is not None and self._head.keep_alive and not self._transport.is_closing()
             self._message_done(keep_alive)
 
@@ -554,15 +557,15 @@ class EdgeProtocol(asyncio.Protocol):
         limits = self._edge.limits
         if self._exchange is not None:
             self._exchange.check(now)
-        elif self._state is State.READING or (self._state is State.IDLE and self._buffer):
+        elif self._state is _READING or (self._state is _IDLE and self._buffer):
             if now - self._since > limits.receive_seconds_max:
                 self._refuse(RequestTimeout("The request did not arrive in time."))
-        elif self._state is State.INNER and self._end is not None and not self._end.done:
+        elif self._state is _INNER and self._end is not None and not self._end.done:
             if now - self._since > limits.receive_seconds_max:
                 self._refuse_inner(RequestTimeout("The request did not arrive in time."))
-        elif self._state is State.IDLE and now - self._since > limits.keep_alive_seconds:
+        elif self._state is _IDLE and now - self._since > limits.keep_alive_seconds:
             self._transport.close()
-        elif self._state is State.DRAINING and now - self._since > _DRAINING_SECONDS_MAX:
+        elif self._state is _DRAINING and now - self._since > _DRAINING_SECONDS_MAX:
             self._transport.abort()
         self._probe()
 

@@ -14,7 +14,12 @@ RESPONSE_HEAD_BYTES_MAX = 65_536
 
 
 class Receiver(Protocol):
-    """Who gets a response. Exactly one of `response_body(..., done=True)` and `upstream_failed` ends it."""
+    """Who gets a response. It comes as a whole, or it is started and goes on until `response_body(..., done=True)`;
+    `upstream_failed` ends it, too."""
+
+    def response_complete(self, head: ResponseHead, body: bytes) -> None:
+        """All of a response whose head states its length, come in one read."""
+        ...
 
     def response_started(self, head: ResponseHead, body_follows: bool) -> None:
         """`body_follows`: bytes of the body have come with the head, and are delivered next."""
@@ -88,15 +93,16 @@ class UpstreamConnection(asyncio.Protocol):
             return
         try:
             if self._end is None:
-                data = self._receive_head(data, receiver)
+                data = self._receive_head(data)
                 head = self._head
                 if head is None:
                     return
                 if head.length == len(data):
-                    # The common case: all of a body that is not chunked has come with its head.
-                    self._complete(receiver, data, surplus=False)
+                    self._release(head.keep_alive)
+                    receiver.response_complete(head, data)
                     return
                 self._end = BodyEnd(head.length)
+                receiver.response_started(head, bool(data))
                 if not data:
                     return
             taken = self._end.feed(data)
@@ -108,7 +114,9 @@ class UpstreamConnection(asyncio.Protocol):
         if not self._end.done:
             receiver.response_body(data, False)
             return
-        self._complete(receiver, data[:taken] if taken < len(data) else data, surplus=taken < len(data))
+        surplus = taken < len(data)
+        self._release(self._head is not None and self._head.keep_alive and not surplus)
+        receiver.response_body(data[:taken] if surplus else data, True)
 
     def eof_received(self) -> bool:
         return False
@@ -126,7 +134,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     # Steps
 
-    def _receive_head(self, data: bytes, receiver: Receiver) -> bytes:
+    def _receive_head(self, data: bytes) -> bytes:
         """Collect the head; returns what follows it. `_head` is set when it is complete."""
         buffer = self._head_bytes + data if self._head_bytes else data
         while True:
@@ -144,18 +152,19 @@ class UpstreamConnection(asyncio.Protocol):
                 raise FramingError("the worker switched protocols unasked")
         self._head = head
         self._head_bytes = b""
-        receiver.response_started(head, bool(buffer))
         return buffer
 
-    def _complete(self, receiver: Receiver, data: bytes, surplus: bool) -> None:
-        assert self._head is not None  # noqa: S101
+    def _release(self, keep: bool) -> None:
+        """The response has come: the connection is for others, if it can be kept."""
         self._receiver = None
-        self.resume()
-        if self._head.keep_alive and not surplus and self.transport is not None and not self.transport.is_closing():
+        if self._paused:
+            self.resume()
+        transport = self.transport
+        assert transport is not None  # noqa: S101
+        if keep and not transport.is_closing():
             self._pool.release(self)
-        elif self.transport is not None:
-            self.transport.close()
-        receiver.response_body(data, True)
+        else:
+            transport.close()
 
     def _fail(self, reason: str, answered: bool = False) -> None:
         receiver, self._receiver = self._receiver, None

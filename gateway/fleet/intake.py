@@ -25,6 +25,7 @@ import zmq.asyncio
 
 from cachecore.events import decode_batch
 from cachecore.holders import Worker
+from cachecore.index.content_feed import ContentFeed
 from cachecore.index.contract import PrefixIndex
 from cachecore.rekey import Rekeyer, RekeyStats
 from gateway.fleet.sequence import Action, Apply, Replay, SequenceTracker, Void, VoidReason
@@ -90,6 +91,9 @@ class EventIntake:
 
     `on_void` is called after everything known of the holder was dropped: its trust falls until events rebuild it.
 
+    `contents`, where texts are looked up, is told of what the rekeyer's stores say. It is of this process alone: it
+    knows the holder from here on, and no longer than the intake follows it.
+
     `resume_from` goes on for another intake, whose last batch it names. The index and the (restored) rekeyer must know
     the stream up to that batch; what came after it is asked for.
     """
@@ -104,6 +108,7 @@ class EventIntake:
         on_void: Callable[[VoidReason], None] = lambda reason: None,
         *,
         resume_from: int | None = None,
+        contents: ContentFeed | None = None,
     ) -> None:
         self.holder = holder
         self.source = source
@@ -112,6 +117,7 @@ class EventIntake:
         self._context = context
         self._on_void = on_void
         self._resume_from = resume_from
+        self._contents = contents
         self._tracker = SequenceTracker(source.waiting_batches_max)
         self._stats = IntakeStats()
         self._queue: deque[Apply | Void] = deque()
@@ -151,6 +157,7 @@ class EventIntake:
         Returns the tasks that end now.
         """
         self._queue.clear()
+        self._forget_contents()
         tasks = [*self._tasks, *([self._replay] if self._replay else [])]
         for task in tasks:
             task.cancel()
@@ -277,8 +284,11 @@ class EventIntake:
         self._stats.events += len(events)
         if batch.timestamp:
             self._stats.lag_seconds = time.time() - batch.timestamp
-        if not self._index.apply(self.holder, action.sequence, self._rekeyer.rekey(events)):
+        told = self._rekeyer.rekey(events)
+        if not self._index.apply(self.holder, action.sequence, told):
             self._not_taken(action.sequence)
+        elif self._contents is not None:
+            self._contents.apply(self.holder, told)
 
     def _not_taken(self, sequence: int) -> None:
         known = self._index.sequence(self.holder)
@@ -293,11 +303,16 @@ class EventIntake:
     def _void(self, reason: VoidReason) -> None:
         self._rekeyer.clear()
         self._index.forget(self.holder)
+        self._forget_contents()
         if reason is VoidReason.GAP:
             self._stats.gaps += 1
         else:
             self._stats.restarts += 1
         self._on_void(reason)
+
+    def _forget_contents(self) -> None:
+        if self._contents is not None:
+            self._contents.forget(self.holder)
 
 
 def _replayed(frames: Sequence[bytes]) -> tuple[bytes, bytes]:

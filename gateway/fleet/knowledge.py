@@ -1,7 +1,7 @@
 """Everything the gateway believes about its workers' caches and load, and the view of it that a policy gets."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any
 
 from cachecore.blocks import Chain
 from cachecore.holders import Tier, Worker
@@ -9,11 +9,13 @@ from cachecore.index.chains import ChainMultiset
 from cachecore.index.contract import Match, PrefixIndex
 from cachecore.scope import Fidelity
 from gateway.fleet.worker import EngineLoad, ModelPool, Parity, WorkerRecord
-from policies.contract import Evidence, Snapshot, WorkerView
-from policies.estimates import FleetEstimates, PrefillModel
+from policies.contract import Evidence, FleetRates, Snapshot, WorkerView
+from policies.estimates import FleetEstimates
 from policies.state.history import RoutingHistory
-from policies.state.inflight import InflightAccounting, WorkerAccount, WorkerKey
+from policies.state.inflight import InflightAccounting, WorkerKey
 from policies.state.predictions import PredictedInsertions
+
+_RATES_SECONDS = 0.02
 
 
 class Knowledge:
@@ -24,14 +26,18 @@ class Knowledge:
         self.accounting = InflightAccounting()
         self.estimates = FleetEstimates()
         self.predictions = PredictedInsertions(ChainMultiset())
+        self.inexact_predictions = PredictedInsertions(ChainMultiset())
+        """Of blocks that will be there, but not exact: they are pulled as something less."""
         self.history = RoutingHistory(ChainMultiset())
-        self._ranks: dict[WorkerRecord, tuple[tuple[Worker, ...], list[_Rank]]] = {}
+        self._ranks: dict[WorkerRecord, _Ranks] = {}
+        self._rates, self._rates_at, self._rated_workers = FleetRates(), -1.0, 0
 
     def forget(self, worker: Worker) -> None:
         """One rank of one life of a worker has ended: nothing known of its cache holds any longer."""
         key = (worker.name, worker.rank)
         self.index.forget(worker)
         self.predictions.forget(key)
+        self.inexact_predictions.forget(key)
         self.history.forget(key)
 
     def remove(self, worker: Worker) -> None:
@@ -45,11 +51,15 @@ class Knowledge:
     def declare_capacity(self, worker: Worker, requests: int) -> None:
         """How many requests a new life runs at once; 0 when it does not say, and its reports have to show it."""
         self.accounting.account(worker.name, worker.rank).new_life(requests)
+        self._ranks.clear()
 
     def report_load(self, worker: Worker, load: EngineLoad, inflight_max: int, until: float) -> None:
         """What an engine said of its queue; see `WorkerAccount.report`."""
         account = self.accounting.account(worker.name, worker.rank)
+        known = account.capacity_requests
         account.report(load.running, load.waiting, inflight_max, until)
+        if account.capacity_requests != known:
+            self._ranks.clear()
 
     def snapshot(
         self,
@@ -60,76 +70,106 @@ class Knowledge:
         prompt_tokens: int,
         now: float,
         own_history_only: bool,
+        accepted: Fidelity = Fidelity.EXACT,
     ) -> Snapshot:
-        """What is known of each candidate about a prompt with this chain."""
+        """What is known of each candidate about a prompt with this chain, which may be answered from such KV."""
         block = pool.block_size_tokens
         # A full hit still computes its last token, and engines give up that token's whole block.
-        cap = max(prompt_tokens - 1, 0) // block * block
-        confirmed = _confirmed_blocks(match) if match.depths else _NOT_CONFIRMED
+        cap = (prompt_tokens - 1) // block * block if prompt_tokens else 0
+        confirmed = _confirmed_blocks(match, accepted) if match.depths else _NOTHING
         predicted = recorded = None
-        views: list[WorkerView] = []
+        ranks, views = self._ranks, []
         for record in candidates:
-            # Of a worker whose events we follow we know what it will have; of another, what we sent it.
-            followed = record.events_trusted and not own_history_only
-            foreign = record.parity is _FAILED
-            if chain and not foreign:
-                if followed:
-                    predicted = self.predictions.depths(chain, now) if predicted is None else predicted
-                else:
-                    recorded = self.history.depths(chain) if recorded is None else recorded
-            for holder, key, account, prefill in self._ranks_of(record):
-                matched, tiers, evidence = 0, _NO_TIERS, _NONE
-                if foreign:
-                    pass
-                elif not followed:
-                    if recorded and key in recorded:
-                        matched, evidence = min(recorded[key] * block, cap), _HISTORY
-                else:
-                    evidence = _EXACT
-                    if confirmed and (depths := confirmed.get(holder)) is not None:
-                        l0, l1, l2 = depths
-                        tiers = (min(l0 * block, cap), min(l1 * block, cap), min(l2 * block, cap))
-                        matched = tiers[2]
-                    expected = predicted.get(key, 0) * block if predicted else 0
-                    if expected > matched < cap:
-                        matched, evidence = min(expected, cap), _PREDICTED
-                name, rank = key
-                capacity = account.capacity_requests
-                views.append(WorkerView(name, rank, account, prefill, matched, tiers[2], tiers, evidence, capacity))
-        return Snapshot(now, views, self.accounting.rates(now, len(views)))
+            known = ranks.get(record)
+            if known is None or known.holders is not record.holders:
+                known = self._look_up_ranks(record)
+            views += known.views
+            if record.parity is _FAILED:
+                known.believe(_NOTHING, block, cap, _NONE)
+            elif record.events_trusted and not own_history_only:
+                # Of a worker whose events we follow we know what it will have; of another, what we sent it.
+                if predicted is None:
+                    predicted = self._predicted(chain, now, accepted)
+                known.know(confirmed, predicted, block, cap)
+            else:
+                if recorded is None:
+                    recorded = self.history.depths(chain)
+                known.believe(recorded, block, cap, _HISTORY)
+        return Snapshot(now, views, self._rates_of(now, len(views)))
 
-    def _ranks_of(self, record: WorkerRecord) -> "list[_Rank]":
+    def _predicted(self, chain: Chain, now: float, accepted: Fidelity) -> Mapping[WorkerKey, int]:
+        predicted = self.predictions.depths(chain, now)
+        if accepted is Fidelity.EXACT or not len(self.inexact_predictions):
+            return predicted
+        inexact = self.inexact_predictions.depths(chain, now)
+        return {key: max(predicted.get(key, 0), inexact.get(key, 0)) for key in predicted.keys() | inexact.keys()}
+
+    def _rates_of(self, now: float, workers: int) -> FleetRates:
+        """The fleet's rates, a moment old at most: they move in half a minute."""
+        if not 0.0 <= now - self._rates_at < _RATES_SECONDS or workers != self._rated_workers:
+            self._rates = self.accounting.rates(now, workers)
+            self._rates_at, self._rated_workers = now, workers
+        return self._rates
+
+    def _look_up_ranks(self, record: WorkerRecord) -> "_Ranks":
         """The live records of a worker's ranks, looked up once in each of its lives."""
-        known = self._ranks.get(record)
-        if known is not None and known[0] is record.holders:
-            return known[1]
-        ranks: list[_Rank] = []
+        views: list[WorkerView] = []
         for holder in record.holders:
             key = (holder.name, holder.rank)
-            ranks.append(_Rank(holder, key, self.accounting.account(*key), self.estimates.prefill(key)))
-        self._ranks[record] = (record.holders, ranks)
-        return ranks
+            account, prefill = self.accounting.account(*key), self.estimates.prefill(key)
+            views.append(WorkerView(*key, account, prefill, capacity_requests=account.capacity_requests))
+        found = self._ranks[record] = _Ranks(record.holders, views)
+        return found
 
 
-class _Rank(NamedTuple):
-    holder: Worker
-    key: WorkerKey
-    account: WorkerAccount
-    prefill: PrefillModel
+class _Ranks:
+    """What policies see of one worker in one of its lives, a view for each rank."""
+
+    __slots__ = ("_keyed", "holders", "views")
+
+    def __init__(self, holders: Sequence[Worker], views: list[WorkerView]) -> None:
+        self.holders = holders
+        self.views = views
+        self._keyed = [(view, (view.name, view.rank), holder) for view, holder in zip(views, holders, strict=True)]
+
+    def believe(self, depths: Mapping[WorkerKey, int], block: int, cap: int, evidence: Evidence) -> None:
+        """Write down what each rank may have, by no events of its own."""
+        for view, key, _ in self._keyed:
+            matched = depths.get(key, 0) * block
+            view.matched_tokens = matched if matched < cap else cap
+            view.evidence = evidence if matched else _NONE
+            view.confirmed_tokens = 0
+            view.tier_tokens = _NO_TIERS
+
+    def know(
+        self, confirmed: Mapping[Worker, list[int]], predicted: Mapping[WorkerKey, int], block: int, cap: int
+    ) -> None:
+        """Write down what each rank has confirmed, and what it will have."""
+        for view, key, holder in self._keyed:
+            tiers, matched, evidence = _NO_TIERS, 0, _EXACT
+            if confirmed and (depths := confirmed.get(holder)) is not None:
+                l0, l1, l2 = depths
+                tiers = (min(l0 * block, cap), min(l1 * block, cap), min(l2 * block, cap))
+                matched = tiers[2]
+            view.confirmed_tokens, view.tier_tokens = matched, tiers
+            expected = predicted.get(key, 0) * block if predicted else 0
+            if expected > matched < cap:
+                matched, evidence = expected if expected < cap else cap, _PREDICTED
+            view.matched_tokens, view.evidence = matched, evidence
 
 
 # Members of enumerations are looked up by a slow path.
 _FAILED = Parity.FAILED
 _EXACT, _PREDICTED, _HISTORY, _NONE = Evidence.EXACT, Evidence.PREDICTED, Evidence.HISTORY, Evidence.NONE
-_NOT_CONFIRMED: "Mapping[Worker, list[int]]" = {}
+_NOTHING: "Mapping[Any, Any]" = {}
 _NO_TIERS = (0, 0, 0)
 
 
-def _confirmed_blocks(match: Match) -> dict[Worker, list[int]]:
-    """Exact blocks of each worker by tier, from the index's answer."""
+def _confirmed_blocks(match: Match, accepted: Fidelity) -> dict[Worker, list[int]]:
+    """Blocks of each worker by tier, as good as accepted or better, from the index's answer."""
     confirmed: dict[Worker, list[int]] = {}
     for (holder, tier, fidelity), depth in match.depths.items():
-        if fidelity is not Fidelity.EXACT or not isinstance(holder, Worker):
+        if fidelity > accepted or not isinstance(holder, Worker):
             continue
         depths = confirmed.get(holder)
         if depths is None:

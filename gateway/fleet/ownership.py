@@ -282,4 +282,5 @@ def restored_runs(snapshot: HolderSnapshot) -> Iterator[RestoredRun]:
         if piece.naming != NO_NAMING:
             further = snapshot.copies.get(piece.code)
             copies = [1 + further.get(name, 0) for name in split_chain(piece.names)] if further else ()
-            yield RestoredRun(piece.names, piece.handles, snapshot.namings[piece.naming], piece.tier, copies)
+            origin = snapshot.namings[piece.naming]
+            yield RestoredRun(piece.names, piece.handles, origin, piece.tier, copies, piece.fidelity)

@@ -7,12 +7,16 @@ stays in here.
 import re
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import httpx
+import msgspec
 
-from gateway.fleet.worker import Discovery, EngineLoad, EventEndpoints, ModelEntry
+from cachecore.holders import Worker
+from cachecore.index.schema import HOLDER_ID_BYTES_MAX, parse_holder
+from cachecore.transfer.plan import ADDRESSES_MAX
+from gateway.fleet.worker import Discovery, EngineLoad, EventEndpoints, ModelEntry, OpenPool, TransferAbility
 
 _LOAD_SAMPLE = re.compile(
     r"^(?:vllm:num_requests|sglang:num)_(running|running_reqs|waiting|queue_reqs)(?:\{[^\n]*\})? ([0-9.e+]+)$",
@@ -75,6 +79,8 @@ def _read_server_info(info: Mapping[str, Any], discovery: Discovery, url: str) -
     if isinstance(capacity, int) and capacity > 0:
         discovery.capacity_requests = capacity
     discovery.tokenizer_fingerprint = str(info.get("tokenizer_fingerprint") or "")
+    if info.get("transfer") is not None:
+        _read_transfer(info["transfer"], discovery, url)
     events = info.get("kv_events")
     if isinstance(events, dict) and isinstance(events.get("endpoint"), str):
         replay = events.get("replay_endpoint")
@@ -85,6 +91,50 @@ def _read_server_info(info: Mapping[str, Any], discovery: Discovery, url: str) -
             int(events.get("dp_size") or 1),
         )
         discovery.block_size_tokens = int(events.get("block_size") or discovery.block_size_tokens)
+
+
+_Count = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=HOLDER_ID_BYTES_MAX)]
+
+
+class _PoolInfo(msgspec.Struct, frozen=True):
+    name: _Name
+    generation: int
+    run_blocks: _Count
+    codec: str
+
+
+class _TransferInfo(msgspec.Struct, frozen=True):
+    """The "transfer" of `/server_info`. Further keys may be there."""
+
+    holder: _Name
+    compatibility: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+    bytes_per_token: _Count
+    addresses: Annotated[tuple[str, ...], msgspec.Meta(max_length=ADDRESSES_MAX)] = ()
+    codecs: tuple[str, ...] = ()
+    shifted: bool = False
+    pools: tuple[_PoolInfo, ...] = ()
+
+
+def _read_transfer(value: object, discovery: Discovery, url: str) -> None:
+    """A worker that does not say it right moves nothing."""
+    try:
+        info = msgspec.convert(value, _TransferInfo)
+        holder = parse_holder(info.holder.encode())
+        if not isinstance(holder, Worker):
+            raise ValueError(f"{info.holder!r} is no worker")
+    except (msgspec.ValidationError, ValueError) as error:
+        discovery.transfer_problem = str(error)
+        return
+    discovery.transfer = TransferAbility(
+        holder,
+        tuple(_reachable(address, url) for address in info.addresses),
+        info.compatibility,
+        frozenset(info.codecs),
+        info.bytes_per_token,
+        info.shifted,
+        tuple(OpenPool(pool.name, pool.generation, pool.run_blocks, pool.codec) for pool in info.pools),
+    )
 
 
 def _reachable(endpoint: str, url: str) -> str:

@@ -140,7 +140,10 @@ class Fleet:
         self, pool: ModelPool, adapter: str = "", excluded: Iterable[WorkerRecord] = ()
     ) -> list[WorkerRecord]:
         """The workers that may serve a request now. Raises NoWorker when there is none."""
-        workers = [w for w in pool.workers if w.eligible and (not adapter or adapter in w.models)]
+        # `WorkerRecord.eligible`, without a call for each worker of each request.
+        workers = [w for w in pool.workers if w.healthy and not w.draining]
+        if adapter:
+            workers = [w for w in workers if adapter in w.models]
         if excluded:
             workers = [w for w in workers if w not in excluded]
         if not workers:
@@ -342,3 +345,4 @@ class Fleet:
                 name for worker in pool.workers for name, entry in worker.models.items() if name != pool.model
             }
             self._adapters.update(dict.fromkeys(pool.adapters, pool.model))
+            pool.transfers = any(worker.transfer is not None for worker in pool.workers)

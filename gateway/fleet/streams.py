@@ -12,6 +12,7 @@ import zmq
 import zmq.asyncio
 
 from cachecore.holders import Worker
+from cachecore.index.content_feed import ContentFeed
 from cachecore.index.contract import PrefixIndex
 from cachecore.ledgers import RestoredRun
 from cachecore.rekey import Rekeyer
@@ -48,11 +49,13 @@ class Resume(NamedTuple):
 
 
 class Intakes:
-    """Opens event intakes that write to one index. Owns their sockets' context."""
+    """Opens event intakes that write to one index, and tell `contents` what blocks say, where that is looked up. Owns
+    their sockets' context."""
 
-    def __init__(self, index: PrefixIndex, naming_for: NamingFor) -> None:
+    def __init__(self, index: PrefixIndex, naming_for: NamingFor, contents: ContentFeed | None = None) -> None:
         self._index = index
         self._naming_for = naming_for
+        self._contents = contents
         self._context = zmq.asyncio.Context()
 
     async def open(
@@ -62,12 +65,19 @@ class Intakes:
 
         Raises ValueError when it cannot be gone on from `resume`.
         """
-        rekeyer = Rekeyer(pool.block_size_tokens, lambda salt, adapter: self._naming_for(pool, salt, adapter))
+        contents = self._contents
+        rekeyer = Rekeyer(
+            pool.block_size_tokens,
+            lambda salt, adapter: self._naming_for(pool, salt, adapter),
+            with_texts=contents is not None,
+        )
         if resume is not None:
             await asyncio.to_thread(rekeyer.restore, resume.runs)  # a microsecond a block
         source = event_source(endpoints, holder.rank)
         resume_from = resume.sequence if resume is not None else None
-        intake = EventIntake(holder, source, self._index, rekeyer, self._context, resume_from=resume_from)
+        intake = EventIntake(
+            holder, source, self._index, rekeyer, self._context, resume_from=resume_from, contents=contents
+        )
         try:
             await intake.start()
         except zmq.ZMQError as error:

@@ -57,6 +57,35 @@ class EngineLoad(NamedTuple):
     """Wall-clock seconds."""
 
 
+class OpenPool(NamedTuple):
+    """An L2 pool that a worker has open, as it said."""
+
+    name: str
+    generation: int
+    run_blocks: int
+    """Runs are cut at multiples of it."""
+    codec: str
+
+
+@dataclass(frozen=True, slots=True)
+class TransferAbility:
+    """What a worker says that it can do with KV of others (`/server_info`, "transfer")."""
+
+    holder: Worker
+    """How it calls itself in plans; not this gateway's name for it."""
+    addresses: tuple[str, ...]
+    """Where it serves; empty when it only pulls."""
+    compatibility: str
+    """Digest of its class: KV is exchanged within one."""
+    codecs: frozenset[str]
+    """That it serves and takes."""
+    bytes_per_token: int
+    """Of raw KV, all layers."""
+    shifted: bool = False
+    """Whether it takes runs that stood at other positions."""
+    pools: tuple[OpenPool, ...] = ()
+
+
 @dataclass(slots=True)
 class Discovery:
     """What a probe learned of a worker."""
@@ -70,6 +99,10 @@ class Discovery:
     """Requests that one rank runs at once; 0 when it does not say."""
     tokenizer_fingerprint: str = ""
     events: EventEndpoints | None = None
+    transfer: TransferAbility | None = None
+    """None when it moves nothing."""
+    transfer_problem: str = ""
+    """Why what it says of that is not believed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -142,6 +175,10 @@ class WorkerRecord:
         return self.discovery.block_size_tokens if self.discovery else 0
 
     @property
+    def transfer(self) -> TransferAbility | None:
+        return self.discovery.transfer if self.discovery else None
+
+    @property
     def models(self) -> Mapping[str, ModelEntry]:
         return self.discovery.models if self.discovery else {}
 
@@ -157,6 +194,8 @@ class ModelPool:
     block_size_tokens: int = DEFAULT_BLOCK_SIZE_TOKENS
     workers: list[WorkerRecord] = field(default_factory=list)
     adapters: set[str] = field(default_factory=set)
+    transfers: bool = False
+    """Whether some worker says that it can move KV."""
     generation: int = 0
     """Grows whenever names made before are void: another block size, another renderer."""
 

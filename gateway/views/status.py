@@ -5,10 +5,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from cachecore.index.schema import holder_id
 from gateway.fleet.intake import EventIntake
 from gateway.fleet.knowledge import Knowledge
 from gateway.fleet.registry import Fleet
-from gateway.fleet.worker import ModelPool, WorkerRecord
+from gateway.fleet.worker import Discovery, ModelPool, WorkerRecord
 from gateway.prompts import Prompts
 from gateway.views.metrics import GatewayMetrics
 from gateway.views.receipts import Receipts
@@ -33,6 +34,8 @@ class WorkerStatus:
     events: list[dict[str, Any]]
     """One entry for each rank's event stream."""
     events_trusted: bool
+    transfer: dict[str, Any] | None
+    """What it says that it can do with KV, or why that is not believed; null when it moves nothing."""
     inflight: int
     waiting: int
     inflight_tokens: int
@@ -72,6 +75,8 @@ class Status:
     tokens: dict[str, int]
     sharing: dict[str, Any] | None = None
     """How the index is shared with other gateways; null where it is not."""
+    transfers: dict[str, Any] | None = None
+    """What workers pull from each other; null where they are not told to."""
     receipts: list[dict[str, Any]] = field(default_factory=list)
 
     def document(self) -> dict[str, Any]:
@@ -91,6 +96,7 @@ class StatusView:
         receipts: Receipts,
         prompts: Prompts,
         sharing: Callable[[], dict[str, Any]] | None = None,
+        transfers: Callable[[], dict[str, Any]] | None = None,
     ) -> None:
         self._version = version
         self._policy = policy
@@ -100,6 +106,7 @@ class StatusView:
         self._receipts = receipts
         self._prompts = prompts
         self._sharing = sharing
+        self._transfers = transfers
         self._started_at = time.time()
 
     @property
@@ -109,6 +116,7 @@ class StatusView:
 
     def now(self) -> Status:
         metrics = self._metrics
+        metrics.settle()
         receipts = [receipt.document() for receipt, _ in zip(self._receipts, range(RECEIPTS_SHOWN), strict=False)]
         return Status(
             version=self._version,
@@ -135,6 +143,7 @@ class StatusView:
                 "phantom": metrics.phantom_tokens,
             },
             sharing=self._sharing() if self._sharing is not None else None,
+            transfers=self._transfers() if self._transfers is not None else None,
             receipts=receipts,
         )
 
@@ -156,6 +165,7 @@ class StatusView:
             parity_reason=record.parity_reason,
             events=[_events(intake) for intake in record.intakes],
             events_trusted=record.events_trusted,
+            transfer=_transfer(discovery) if discovery else None,
             inflight=sum(account.inflight for account in accounts),
             waiting=sum(account.waiting for account in accounts),
             inflight_tokens=sum(account.inflight_tokens for account in accounts),
@@ -166,6 +176,20 @@ class StatusView:
             failures=record.failures,
             connections=len(record.connections),
         )
+
+
+def _transfer(discovery: Discovery) -> dict[str, Any] | None:
+    ability = discovery.transfer
+    if ability is None:
+        return {"problem": discovery.transfer_problem} if discovery.transfer_problem else None
+    return {
+        "holder": holder_id(ability.holder).decode(),
+        "addresses": list(ability.addresses),
+        "compatibility": ability.compatibility,
+        "codecs": sorted(ability.codecs),
+        "bytes_per_token": ability.bytes_per_token,
+        "pools": [pool._asdict() for pool in ability.pools],
+    }
 
 
 def _events(intake: EventIntake) -> dict[str, Any]:

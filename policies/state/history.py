@@ -14,6 +14,8 @@ from policies.state.inflight import WorkerKey
 WORKER_BLOCKS_MAX = 65_536
 """Per worker: about a million tokens at 16 tokens a block, and 1 MiB of names."""
 
+_NOTHING_ASKED: tuple[bytes, Mapping[WorkerKey, int]] = (b"", {})
+
 
 class _WorkerHistory:
     """Chains sent to one worker, least recently sent first, by the name of their last block."""
@@ -33,8 +35,9 @@ class RoutingHistory:
             raise ValueError("worker_blocks_max must be positive")
         self._store = store
         self._worker_blocks_max = worker_blocks_max
+        self._worker_bytes_max = worker_blocks_max * HASH_BYTES
         self._workers: dict[WorkerKey, _WorkerHistory] = {}
-        self._asked: tuple[bytes, Mapping[WorkerKey, int]] = (b"", {})
+        self._asked = _NOTHING_ASKED
         """The last question for depths and its answer, which still holds: the prompt will be recorded next."""
 
     def __repr__(self) -> str:
@@ -54,34 +57,36 @@ class RoutingHistory:
 
     def record(self, key: WorkerKey, chain: bytes) -> None:
         """A prompt with this chain was sent to `key`. Of a chain longer than the bound, the beginning is kept."""
-        chain = chain[: self._worker_blocks_max * HASH_BYTES]
+        if len(chain) > self._worker_bytes_max:
+            chain = chain[: self._worker_bytes_max]
         if not chain:
             return
         history = self._workers.get(key)
         if history is None:
             history = self._workers[key] = _WorkerHistory()
-        tail = chain[-HASH_BYTES:]
-        if tail in history.chains:
-            history.chains.move_to_end(tail)
+        chains, tail = history.chains, chain[-HASH_BYTES:]
+        if tail in chains:
+            chains.move_to_end(tail)
             return
         asked, depths = self._asked
         depth = (depths if asked == chain else self._store.depths(chain)).get(key, 0)
-        self._asked = (b"", {})
+        self._asked = _NOTHING_ASKED
         # Where an earlier chain ends at the depth we share, this one contains it whole.
-        earlier = history.chains.pop(chain[(depth - 1) * HASH_BYTES : depth * HASH_BYTES], None) if depth else None
-        if earlier is None:
-            self._store.store(key, chain)
-        else:
+        shared = chain[(depth - 1) * HASH_BYTES : depth * HASH_BYTES] if depth else b""
+        if shared in chains:
+            earlier = chains.pop(shared)
             self._store.extend(key, earlier, chain)
             history.blocks -= len(earlier) // HASH_BYTES
-        history.chains[tail] = chain
+        else:
+            self._store.store(key, chain)
+        chains[tail] = chain
         history.blocks += len(chain) // HASH_BYTES
         while history.blocks > self._worker_blocks_max:
-            self._drop(key, history, next(iter(history.chains)))
+            self._drop(key, history, next(iter(chains)))
 
     def forget(self, key: WorkerKey) -> None:
         """The worker is gone or has restarted."""
-        self._asked = (b"", {})
+        self._asked = _NOTHING_ASKED
         if self._workers.pop(key, None) is not None:
             self._store.forget(key)
 

@@ -102,7 +102,7 @@ class _Request:
         self.account = account
         self.in_one_piece = in_one_piece
         self.dispatched_at = now
-        self.crowding = account._crowding(now)
+        self.crowding = account._crowding(now) if account.capacity_requests else 1.0
         self.prompt_tokens = prompt_tokens
         self.prefill_seconds = prefill_seconds
         self.output_tokens_max = output_tokens_max
@@ -354,8 +354,9 @@ class InflightAccounting:
         elif len(requests) >= self.requests_max:
             self.dropped += 1
             self._retire(requests.pop(next(iter(requests))))
-        account = self.account(worker, rank)
-        self._decay(now)
+        account = self._accounts.get((worker, rank)) or self.account(worker, rank)
+        if now - self._decayed_at >= _DECAY_SECONDS_MIN:
+            self._decay(now)
         wait_seconds = account.wait_seconds(now)
         if in_one_piece:
             heappush(self._hidden, (now + wait_seconds + prefill_seconds, request_id))
@@ -407,7 +408,7 @@ class InflightAccounting:
         if request is None:
             self.unknown += 1
             return None
-        self._retire(request)
+        request.account._finish(request)
         if output_tokens:
             self.output_tokens_mean += _OUTPUT_WEIGHT * (output_tokens - self.output_tokens_mean)
         if not (answered or output_tokens):

@@ -157,3 +157,26 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_the_tree_is_frozen() -> None:
     with pytest.raises(AttributeError):
         GatewayConfig().port = 1  # type: ignore[misc]
+
+
+def test_transfer(write) -> None:
+    assert load(None, {}).transfer.fidelity == "quantized"
+    path = write("transfer: {fidelity: exact, codecs: [raw], deadline_seconds_min: 0.2, deadline_seconds_max: 0.5}")
+    config = load(path, {"ROPEWAY_TRANSFER_SHIFTED": "true", "ROPEWAY_TRANSFER_CODECS": "[i8]"}).transfer
+    assert (config.enabled, config.fidelity, config.shifted, config.codecs) == (True, "exact", True, ("i8",))
+    assert (config.deadline_seconds_min, config.deadline_seconds_max) == (0.2, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("transfer: {fidelity: fussed}", "did you mean 'fused'"),
+        ("transfer: {codec: raw}", "did you mean 'codecs'"),
+        ("transfer: {codecs: []}", "transfer.codecs"),
+        ("transfer: {deadline_seconds_min: 2, deadline_seconds_max: 1}", "deadline_seconds_min is larger"),
+        ("transfer: {deadline_seconds_max: 700}", "transfer.deadline_seconds_max"),
+    ],
+)
+def test_a_wrong_transfer_section(write, text: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        load(write(text), {})

@@ -170,6 +170,7 @@ class Journey:
         self.attempt = self
         self.connections = self._pools.pop(0)
         self.answer_headers = b"x-gateway: yes\r\n"
+        self.reads_head = False
         head = inbound.head
         fields = forwardable(head.headers, HOP_BY_HOP | {b"content-length", b"host", b"expect"})
         lines = [b"%b %b HTTP/1.1\r\nhost: worker\r\n" % (head.method, head.target)]

@@ -11,11 +11,14 @@ import zmq.asyncio
 from cachecore.blocks import pack_tokens, split_chain
 from cachecore.events import AllBlocksCleared, BlockRemoved, BlockStored, Dialect, EventBatch, encode_batch
 from cachecore.holders import Epoch, Tier, Worker, WorkerName
+from cachecore.index.content import MemoryContentIndex
+from cachecore.index.content_feed import ContentFeed
 from cachecore.index.memory import MemoryIndex
 from cachecore.rekey import Rekeyer
 from cachecore.scope import DEFAULT_TENANT, IdentityScope, Keyring, Naming
 from gateway.fleet.intake import EventIntake, EventSource
 from gateway.fleet.sequence import VoidReason
+from gateway.fleet.texts import NoIndex
 from tests.cachecore.handover import Engine, Kept, naming_for
 from workers.publisher import EventPublisher, PublisherConfig, ReplayFraming
 
@@ -487,7 +490,7 @@ async def test_many_hands_over_a_stream_that_goes_on(context, dialect):
             assert taken.voided == []
             assert index.kept.copies == engine.truth()
             for tier in Tier:
-                assert set(index.holdings(HOLDER, tier)) == {name for at, name in engine.truth() if at is tier}
+                assert set(index.holdings(HOLDER, tier)) == {name for (at, _), name in engine.truth() if at is tier}
         assert (followers > 5, unknown, bool(engine.truth())) == (True, 0, True)
     finally:
         publisher.close()
@@ -569,3 +572,60 @@ async def test_with_the_workers_publisher(context, dialect, framing):
             assert taken.rekeyer.stats().unknown_handle == 1
     finally:
         publisher.close()
+
+
+# ---- texts -----------------------------------------------------------------------------------------------------------
+
+
+def found(feed, handle):
+    [content] = NAMING.hasher.contents(pack_tokens(tokens_of(handle)))
+    return [holding.position_blocks for holding in feed.index.find(content)]
+
+
+@asynccontextmanager
+async def reading(context, script, feed, index):
+    intake = EventIntake(
+        HOLDER,
+        EventSource(script.endpoint, script.replay_endpoint),
+        index,
+        Rekeyer(SIZE, default_only, with_texts=True),
+        context,
+        contents=feed,
+    )
+    await intake.start()
+    try:
+        yield intake
+    finally:
+        await intake.stop()
+
+
+@pytest.mark.parametrize("index_type", [MemoryIndex, NoIndex])
+async def test_texts_are_found_as_long_as_the_stream_is_followed(context, script, index_type):
+    feed = ContentFeed(MemoryContentIndex())
+    script.keep(0, stored(1), stored(2, 1))
+    async with reading(context, script, feed, index_type()) as intake:
+        await until(lambda: intake.stats().batches == 1)
+        assert (found(feed, 1), found(feed, 2)) == ([0], [1])
+        await script.subscribed()
+        await script.send(1, BlockRemoved((2,)))
+        await until(lambda: intake.stats().batches == 2)
+        assert (found(feed, 1), found(feed, 2)) == ([0], [])
+        await script.send(9, stored(3), kept=False)
+        await until(lambda: intake.stats().gaps == 1)
+        assert found(feed, 1) == []
+        await script.send(10, stored(4))
+        await until(lambda: intake.stats().batches == 4)
+        assert found(feed, 4) == [0]
+    assert (found(feed, 4), len(feed.index)) == ([], 0)
+
+
+async def test_texts_of_a_batch_that_the_index_does_not_take_are_not_found(context, script):
+    class Fenced(MemoryIndex):
+        def apply(self, holder, sequence, events):
+            return False
+
+    feed = ContentFeed(MemoryContentIndex())
+    script.keep(0, stored(1))
+    async with reading(context, script, feed, Fenced()) as intake:
+        await until(lambda: intake.stats().refused == 1)
+        assert found(feed, 1) == []

@@ -12,13 +12,14 @@ import pytest
 
 from cachecore.blocks import Chain, pack_tokens, split_chain
 from cachecore.events import BlockRemoved, BlockStored, EventBatch
-from cachecore.holders import Epoch, Tier, Worker, WorkerName
+from cachecore.holders import Epoch, Place, Tier, Worker, WorkerName
+from cachecore.index.contract import Match
 from cachecore.index.leases import Leases
 from cachecore.index.mirror import MirrorIndex
 from cachecore.index.publisher import Publisher
 from cachecore.index.redis import RedisIndex, read_snapshot
 from cachecore.index.schema import Schema
-from cachecore.scope import DEFAULT_TENANT, IdentityScope, Keyring, Naming
+from cachecore.scope import DEFAULT_TENANT, Fidelity, IdentityScope, Keyring, Naming, Salt
 from cachecore.store import RedisStore, parse_address
 from gateway.config import WorkerConfig
 from gateway.fleet.ownership import LeasedStreams, rendezvous
@@ -52,6 +53,13 @@ class Engine:
     def store(self, *blocks: int) -> None:
         tokens = [block for block in blocks for _ in range(BLOCK)]
         self._publish(BlockStored(blocks, None, tuple(tokens), BLOCK))
+
+    def store_quantized(self, parent: int, *blocks: int) -> None:
+        """Their handles are a hundred above their numbers."""
+        tokens = [block for block in blocks for _ in range(BLOCK)]
+        salt = KEYRING.mint_salt(Salt(KEYRING.key_id(DEFAULT_TENANT), Fidelity.QUANTIZED))
+        handles = tuple(block + 100 for block in blocks)
+        self._publish(BlockStored(handles, parent, tuple(tokens), BLOCK, cache_salt=salt))
 
     def remove(self, *blocks: int) -> None:
         self._publish(BlockRemoved(blocks))
@@ -183,6 +191,28 @@ async def test_another_goes_on_with_removals_of_what_came_before(
         assert snapshot is not None
         assert snapshot.persistable
         assert {name for piece in snapshot.pieces for name in split_chain(piece.names)} == expected
+
+
+async def test_another_knows_how_good_it_was(
+    valkey: Server, store: RedisStore, schema: Schema, engines: list[Engine]
+) -> None:
+    engine = engines[0]
+    async with fleet(valkey.url, schema, "ab", engines[:1]) as members:
+        engine.store(1, 2, 3)
+        engine.store_quantized(2, 3, 4, 5)
+        await until(lambda: all(len(member.holds(engine)) == 5 for member in members), "both know")
+        await until(lambda: [m for m in members if m.owned], "one owns it")
+        (owner,) = [member for member in members if member.owned]
+        (other,) = [member for member in members if member is not owner]
+        await owner.publisher.flush()
+        await owner.crash()
+        engine.remove(105)
+        await until(lambda: other.owned == {engine.name}, "the other owns it")
+        await until(lambda: len(other.holds(engine)) == 4, "the other knows")
+        places = [Place(engine.holder, Tier.L0, fidelity) for fidelity in (Fidelity.EXACT, Fidelity.QUANTIZED)]
+        match = other.index.match(chain_of(1, 2, 3, 4, 5))
+        assert isinstance(match, Match)
+        assert match.depths == dict(zip(places, (3, 4), strict=True))
 
 
 async def test_who_was_thought_dead_stops_when_it_wakes(
