@@ -8,7 +8,7 @@ setup(
     ext_modules=[
         Extension(
             "cachecore.native._native",
-            [NATIVE + name for name in ("module.c", "naming.c", "table.c")],
+            [NATIVE + name for name in ("module.c", "chains.c", "naming.c", "table.c")],
             depends=[NATIVE + name for name in ("module.h", "blake2b.h")],
             optional=True,  # without a compiler or Python's headers everything runs in Python
         ),

@@ -315,17 +315,17 @@ class Journey:
         self._worker = worker = pipeline.fleet.workers[view.name]
         if seconds is None:
             seconds = prefill_seconds(receipt.query, view)
-        if self._pool.transfers:
-            self._plan_pull(worker, decision, now)
         matched, prior_seconds = view.matched_tokens, None
         if request.streams or knowledge.estimates.wants_answer():
             computed, decoding = named.token_count - matched, view.load.running_context_tokens
             prior_seconds = view.prefill.prior_seconds(computed, matched, decoding)
-        if self._flight is not None:
-            # How long its first token takes says little of prefill.
-            seconds, prior_seconds = self._flight.option.prefill_seconds, None
-        elif self._passages.tokens:
-            seconds, prior_seconds = self._passages.prefill_seconds, None
+        if self._pool.transfers:
+            self._plan_pull(worker, decision, now)
+            if self._flight is not None:
+                # How long its first token takes says little of prefill.
+                seconds, prior_seconds = self._flight.option.prefill_seconds, None
+            elif self._passages.tokens:
+                seconds, prior_seconds = self._passages.prefill_seconds, None
         knowledge.accounting.dispatch(
             request.upstream_id,
             view.name,

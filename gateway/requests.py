@@ -180,27 +180,27 @@ def read_request(inbound: Inbound, tenant: Tenant, models: ServedModels, memory:
     fields: _HeadFields | None = head.notes.get("fields")
     if fields is None:
         fields = head.notes["fields"] = _head_fields(head, inbound.path)
-    kind = fields.kind
+    kind, keys, client_id, content_type, policy, session, fidelity = fields
     request_id = upstream_id = f"{_OWN_ID}{next(_numbers):08x}"
-    if fields.client_id:
-        request_id, upstream_id = fields.client_id, f"{fields.client_id}-{request_id[len('req-') :]}"
-    body = _read_body(inbound, kind, fields.content_type, memory, tenant.id)
+    if client_id:
+        request_id, upstream_id = client_id, f"{client_id}-{request_id[len('req-') :]}"
+    body = _read_body(inbound, kind, content_type, memory, tenant.id)
     request = Request(request_id, upstream_id, kind, inbound, body, tenant)
-    if fields.policy:
-        request.policy = fields.policy
+    if policy:
+        request.policy = policy
     if body is None:
-        request.model = _model_of_form(inbound.body, fields.content_type) or models.only_model()
+        request.model = _model_of_form(inbound.body, content_type) or models.only_model()
     else:
-        values = request.values = body.select(_READ_KEYS) if fields.keys is None else body.values(fields.keys)
+        values = request.values = body.select(_READ_KEYS) if keys is None else body.values(keys)
         _read_model(request, values.get("model"), models)
-        if values.get("stream") is not None:
-            request.streams = _typed(values["stream"], "stream", bool) or False
+        if (stream := values.get("stream")) is not None:
+            request.streams = _typed(stream, "stream", bool) or False
         if not _OPTION_KEYS.isdisjoint(values):
             _read_options(request, values)
-    if fields.session:
-        request.session = fields.session
-    if fields.fidelity is not None:
-        request.fidelity = fields.fidelity
+    if session:
+        request.session = session
+    if fidelity is not None:
+        request.fidelity = fidelity
     return request
 
 

@@ -122,10 +122,13 @@ def slot_price(workers: Sequence[WorkerView]) -> float:
     `work_price`. Work holds up all slots of its engine, so it is dear when they are what requests wait for, however
     little prefill there is. Workers of unknown capacity are left out.
     """
-    known = [view for view in workers if view.capacity_requests]
-    taken = sum([view.load.inflight for view in known]) if known else 0
+    known = slots = taken = 0
+    for view in workers:
+        if view.capacity_requests:
+            known += 1
+            slots += view.capacity_requests
+            taken += view.load.inflight
     if not taken:
         return 0.0
-    slots = sum([view.capacity_requests for view in known])
     rho = taken / slots if taken < slots else 1.0
-    return float(rho ** sqrt(2.0 * (slots / len(known) + 1.0)) / (1.0 - rho + 1.0 / slots))
+    return float(rho ** sqrt(2.0 * (slots / known + 1.0)) / (1.0 - rho + 1.0 / slots))

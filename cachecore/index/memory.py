@@ -111,9 +111,9 @@ class MemoryIndex:
     # Reading
 
     def match(self, chain: Chain) -> Match:
-        path = self._walk(chain)
-        if not path:
+        if chain[:HASH_BYTES] not in self._runs:
             return Match(len(chain) // HASH_BYTES, {})
+        path = self._walk(chain)
         self._touch([step.run for step in path])
         depths = self._depths(path)
         if self._layered:

@@ -53,6 +53,9 @@ static int clear(PyObject *module)
 
 static PyMethodDef methods[] = {
     {"pack_tokens", ropeway_pack_tokens, METH_O, "Token ids, four bytes each."},
+    {"depths", (PyCFunction)(void (*)(void))ropeway_depths, METH_FASTCALL, "Leading blocks of a chain that each key holds."},
+    {"stored", (PyCFunction)(void (*)(void))ropeway_stored, METH_FASTCALL, "Count a chain once more for a key."},
+    {"taken", (PyCFunction)(void (*)(void))ropeway_taken, METH_FASTCALL, "Take back one count of a chain."},
     {"unknown", (PyCFunction)(void (*)(void))ropeway_unknown, METH_FASTCALL, "How many blocks come before a known one."},
     {"well_formed", ropeway_well_formed, METH_O, "Whether bytes are whole names, none of them twice."},
     {NULL, NULL, 0, NULL},

@@ -120,20 +120,6 @@ static PyObject *segment_first(Segment *self, void *unused)
     return PyBytes_FromStringAndSize((const char *)names_at(self, 0), bytes < NAME ? bytes : NAME);
 }
 
-/* Names are chained: one equal name proves all before it, so the place where two chains part can be bisected. */
-static Py_ssize_t shared(const unsigned char *here, const unsigned char *there, Py_ssize_t most)
-{
-    Py_ssize_t low = 1, high = most + 1, middle = most;
-    while (low + 1 < high) {
-        if (memcmp(here + (middle - 1) * NAME, there + (middle - 1) * NAME, NAME) == 0)
-            low = middle;
-        else
-            high = middle;
-        middle = (low + high) / 2;
-    }
-    return low;
-}
-
 static PyObject *segment_shared(Segment *self, PyObject *const *args, Py_ssize_t count)
 {
     Py_buffer chain;
@@ -151,7 +137,7 @@ static PyObject *segment_shared(Segment *self, PyObject *const *args, Py_ssize_t
     Py_ssize_t ours = names_bytes(self) / NAME - start, theirs = chain.len / NAME - position;
     Py_ssize_t most = ours < theirs ? ours : theirs;
     if (most > 1)
-        most = shared(names_at(self, start), (unsigned char *)chain.buf + position * NAME, most);
+        most = shared_names(names_at(self, start), (unsigned char *)chain.buf + position * NAME, most);
     PyBuffer_Release(&chain);
     return PyLong_FromSsize_t(most > 1 ? most : 1);
 }

@@ -10,13 +10,15 @@ its structure accounted for:
   the closing brace. A repeated key leaves bytes that the walk does not expect; an escaped one is not found where it
   should be. Both end in the slow path, which says what is wrong, or accepts a body that is odd but unambiguous;
 * clients write all their bodies alike. What a walk found around the values (`Layouts`) is remembered: filled with the
-  values of another body, it is that body, or the body is walked.
+  values of another body, it is that body, or the body is walked;
+* most bodies of a client differ in their messages alone. What stood around those twice is remembered with what it says
+  (`Frames`): of a body in such a frame nothing is read but its messages, and once.
 """
 
 import json
 import re
 from collections.abc import Container, KeysView, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import orjson
@@ -64,6 +66,7 @@ Span = tuple[int, int, int]
 
 LAYOUTS_MAX = 256
 LAYOUT_BYTES_MAX = 1024
+FRAMES_MET_MAX = 16_384
 
 
 class Layouts:
@@ -91,18 +94,93 @@ class Layouts:
             self._formats[tuple(spans)] = layout
 
 
+class Frame(NamedTuple):
+    """What stood around the messages of a tenant's chats, and what it says."""
+
+    tenant: str
+    """How fast a body is read says nothing of what others have sent."""
+    before: bytes
+    after: bytes
+    """With the messages' own end, `}]`."""
+    values: dict[str, Any]
+
+
+_NO_FRAME = Frame("", b"{", b"", {})
+
+
+class Frames:
+    """What stood around the messages of chats: whole members of a body whose keys occur once, and are spelled plainly.
+
+    One JSON value in place of another leaves such a body what it was, so the value is all that is left to check.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, bytes, bytes], Frame] = {}
+        self._last = _NO_FRAME
+        """The one met last, which often is the next as well."""
+        self._met: set[int] = set()
+        """Hashes of frames met once: most that hold a user or a seed are never met again."""
+
+    def read(self, tenant: str, text: bytes) -> dict[str, Any] | None:
+        """All that a body says; None where its frame is not known."""
+        known_tenant, before, after, values = self._last
+        if not (text.endswith(after) and text.startswith(before) and values and tenant == known_tenant):
+            start, end = _guess_messages(text)
+            known = self._known.get((tenant, text[:start], text[end:]))
+            if known is None:
+                return None
+            self._last = known
+            _, before, after, values = known
+        try:
+            messages = orjson.loads(text[len(before) : len(text) - len(after) + 2])
+        except orjson.JSONDecodeError:
+            return None
+        values = values.copy()
+        values["messages"] = messages
+        return values
+
+    def learn(self, tenant: str, text: bytes, raw: Mapping[str, msgspec.Raw]) -> None:
+        """Remember the frame of a body whose keys were found to be plain, if it was met before."""
+        start, end = _guess_messages(text)
+        frame = tenant, text[:start], text[end:]
+        if not 0 < start < end or len(text) - (end - start) > LAYOUT_BYTES_MAX or "messages" not in raw:
+            return
+        if hash(frame) not in self._met:
+            if len(self._met) >= FRAMES_MET_MAX:
+                self._met.clear()
+            self._met.add(hash(frame))
+            return
+        spans = _plain_spans(text, raw)
+        if spans is None or spans["messages"][1:] != (start, end):
+            return
+        try:
+            values = orjson.loads(b"%bnull%b" % frame[1:])
+        except orjson.JSONDecodeError:
+            # What nobody asks for may be odd.
+            return
+        if len(self._known) >= LAYOUTS_MAX:
+            del self._known[next(iter(self._known))]
+        self._known[frame] = Frame(tenant, frame[1], text[end - 2 :], values)
+
+
+def _guess_messages(text: bytes) -> tuple[int, int]:
+    """Where a chat's messages begin and end, if they stand where they usually do: they end with `}]`."""
+    return text.find(b"[", text.find(b'"messages"')), text.rfind(b"}]") + 2
+
+
 class BodyMemory:
     """What bodies had in common so far, for those to come."""
 
     def __init__(self) -> None:
         self.layouts = Layouts()
+        self.frames = Frames()
         self.beginnings = Beginnings()
 
 
 class Body:
     """One request body: its bytes, and where each top-level key stands. Raises BadRequest from the constructor."""
 
-    __slots__ = ("_known", "_memory", "_raw", "_spans", "_tenant", "_text", "data")
+    __slots__ = ("_known", "_memory", "_raw", "_spans", "_tenant", "_text", "_values", "data")
 
     def __init__(self, data: bytes, memory: "BodyMemory | None" = None, tenant: str = "") -> None:
         self.data = data
@@ -114,31 +192,48 @@ class Body:
         if memory is not None and len(data) >= BODY_BYTES_MIN:
             self._known = memory.beginnings.find(tenant, data)
         self._text = data if self._known is None else self._known.stand_in + data[len(self._known.data) :]
+        self._raw: dict[str, msgspec.Raw] | None = None
+        self._values = memory.frames.read(tenant, self._text) if memory is not None else None
+        """What the text says, where it is read at once."""
+        if self._values is None:
+            self._check()
+        elif self._known is not None:
+            self._values["messages"][:1] = self._known.messages
+
+    def _check(self) -> None:
         try:
-            self._parse(self._text, memory.layouts if memory is not None else None)
+            self._parse(self._text, self._memory)
         except (msgspec.DecodeError, RecursionError) as error:
             raise BadRequest(f"The request body is not a valid JSON object: {error}.") from None
         except UnicodeDecodeError:
             raise BadRequest("The request body is not valid UTF-8.") from None
 
-    def _parse(self, text: bytes, layouts: Layouts | None) -> None:
+    def _parse(self, text: bytes, memory: BodyMemory | None) -> None:
         if not text.isascii():
             # The decoder checks no string that it does not read; every engine will.
             text.decode()
         self._raw = raw = _decode_top_level(text)
-        if layouts is not None and layouts.fits(text, raw):
+        if memory is not None and memory.layouts.fits(text, raw):
+            memory.frames.learn(self._tenant, text, raw)
             return
         self._spans = _plain_spans(text, raw)
         if self._spans is None:
             self._spans = _odd_spans(text, raw)
-        elif layouts is not None:
-            layouts.learn(text, self._spans)
+        elif memory is not None:
+            memory.layouts.learn(text, self._spans)
+
+    @property
+    def _members(self) -> dict[str, msgspec.Raw]:
+        raw = self._raw
+        if raw is None:
+            raw = self._raw = _decode_top_level(self._text)
+        return raw
 
     def __contains__(self, key: str) -> bool:
-        return key in self._raw
+        return key in self.keys()
 
     def keys(self) -> KeysView[str]:
-        return self._raw.keys()
+        return self._members.keys() if self._values is None else self._values.keys()
 
     def get(self, key: str) -> Any:
         """The value of a top-level key, or None."""
@@ -148,17 +243,19 @@ class Body:
         """The values of those of the given keys that are there."""
         if self._known is not None:
             return Body(self.data).select(keys)
-        return {key: _read(key, raw) for key, raw in self._raw.items() if key in keys}
+        return {key: _read(key, raw) for key, raw in self._members.items() if key in keys}
 
     def values(self, keys: Container[str]) -> dict[str, Any]:
         """As `select`, with whatever else is there: the whole is read faster than several of its parts."""
-        try:
-            values: dict[str, Any] = orjson.loads(self._text)
-        except orjson.JSONDecodeError:
-            # What is not asked for may be odd.
-            return self.select(keys)
-        if self._known is not None:
-            values["messages"][:1] = self._known.messages
+        values = self._values
+        if values is None:
+            try:
+                values = orjson.loads(self._text)
+            except orjson.JSONDecodeError:
+                # What is not asked for may be odd.
+                return self.select(keys)
+            if self._known is not None:
+                values["messages"][:1] = self._known.messages
         if self._memory is not None and len(self.data) >= BODY_BYTES_MIN:
             self._learn_beginning(self._memory.beginnings, values.get("messages"))
         return values
@@ -171,9 +268,9 @@ class Body:
             return
         spans = self._spans
         if spans is None:
-            spans = self._spans = _plain_spans(self._text, self._raw)
+            spans = self._spans = _plain_spans(self._text, self._members)
         if spans is not None:
-            raw = bytes(self._raw["messages"])
+            raw = bytes(self._members["messages"])
             beginnings.learn(self._tenant, self.data, spans["messages"][1], raw, self._known, messages)
 
     def spliced(self, changes: Mapping[str, bytes | None]) -> list[bytes]:
@@ -182,7 +279,7 @@ class Body:
             return Body(self.data).spliced(changes)
         data, spans = self.data, self._spans
         if spans is None:
-            spans = self._spans = _plain_spans(data, self._raw) or {}
+            spans = self._spans = _plain_spans(data, self._members) or {}
         added = [b'"%b":%b' % (key.encode(), value) for key, value in changes.items() if value and key not in spans]
         if any(changes[key] is None for key in changes.keys() & spans.keys()):
             return self._rebuilt(spans, changes, added)
@@ -195,7 +292,7 @@ class Body:
         """The body with one more member (`"key":value`), in front of its others."""
         data = self.data
         brace = data.index(b"{") + 1
-        return [data[:brace], member + b"," if self._raw else member, data[brace:]]
+        return [data[:brace], member + b"," if self.keys() else member, data[brace:]]
 
     def _rebuilt(
         self, spans: Mapping[str, Span], changes: Mapping[str, bytes | None], members: list[bytes]

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cachecore.blocks import HASH_BYTES, PythonNamer, pack_tokens
+from cachecore.index.chains import Nodes, python_depths, python_stored, python_taken
 from cachecore.index.locator import PythonTable
 from cachecore.index.runs import PythonSegment, python_unknown, python_well_formed
 from cachecore.native import native as loaded
@@ -112,6 +113,43 @@ class TestWellFormed:
             assert kind(names_of(*range(9)), firsts) == (known[0] if known else 9)
         with pytest.raises(TypeError):
             native.unknown(names_of(1), [])
+
+
+class TestChains:
+    @pytest.mark.parametrize("seed", range(8))
+    def test_beside_their_twins(self, seed: int) -> None:
+        """Chains that part anywhere, counted and taken back; also those that were never counted."""
+        rng = random.Random(seed)
+        keys, texts = (
+            [("a", 0), ("a", 1), ("b", 0)],
+            [bytes(rng.choices(b"xy", k=rng.randint(0, 12))) for _ in range(20)],
+        )
+        chains = [PythonNamer(KEY, PERSON, b"", 1).chain(b"", text, None) for text in texts]
+        ours: Nodes = {}
+        theirs: Nodes = {}
+        for _ in range(400):
+            key, chain = rng.choice(keys), rng.choice(chains)
+            if rng.random() < 0.55:
+                assert native.stored(ours, key, chain) == python_stored(theirs, key, chain)
+            else:
+                assert native.taken(ours, key, chain) is python_taken(theirs, key, chain)
+            assert ours == theirs
+            asked = rng.choice(chains)
+            assert native.depths(ours, asked) == python_depths(theirs, asked)
+
+    def test_nonsense_is_refused(self) -> None:
+        key, name = ("a", 0), names_of(1)
+        for function in (native.stored, native.taken):
+            for arguments in ((), ({}, key), ([], key, name), ({}, key, "text"), ({}, key, name[1:])):
+                with pytest.raises(TypeError):
+                    function(*arguments)
+            for node in (None, (name,), ("text", {}), (b"", {}), (name, [])):
+                with pytest.raises(TypeError):
+                    function({name: node}, key, name)
+        with pytest.raises(TypeError, match="unhashable"):
+            native.stored({}, [], name)
+        with pytest.raises(TypeError):
+            native.depths({}, key, name)
 
 
 class TestPacking:

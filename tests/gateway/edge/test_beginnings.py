@@ -176,3 +176,88 @@ def test_layouts_are_bounded() -> None:
         Body(b'{"key %d":1}' % number, memory)
     Body(b'{"%b":1}' % (b"k" * 5000), memory)
     assert len(memory.layouts._formats) <= LAYOUTS_MAX
+
+
+# Frames
+
+
+def small(*texts: str, after: bytes = b', "stream": false}') -> bytes:
+    return b'{"model": "m", "messages": %b%b' % (json.dumps([turn(text) for text in texts]).encode(), after)
+
+
+def in_a_frame(data: bytes, memory: BodyMemory, tenant: str = "") -> bool:
+    return memory.frames.read(tenant, data) is not None
+
+
+def test_a_frame_met_before_is_read_with_its_messages_alone() -> None:
+    memory = BodyMemory()
+    for number in range(5):
+        data = small(f"question {number}")
+        assert in_a_frame(data, memory) == (number > 2)
+        body = Body(data, memory)
+        assert body.values(KEYS) == body.select(KEYS) == json.loads(data)
+        assert "stream" in body
+        assert "user" not in body
+        assert json.loads(b"".join(body.spliced({"stream": b"true", "user": b"1"}))) == {
+            **json.loads(data),
+            "stream": True,
+            "user": 1,
+        }
+    assert not in_a_frame(data, memory, "other"), "how fast it is read says nothing of what others have sent"
+    data = small("a") + b"\n"
+    assert not in_a_frame(data, memory)
+    assert not in_a_frame(data.replace(b'"m"', b'"n"'), memory)
+
+
+def test_what_a_frame_says_is_not_shared() -> None:
+    memory = BodyMemory()
+    bodies = [Body(small(text), memory) for text in "abcde"]
+    assert [body.values(KEYS)["messages"][0]["content"] for body in bodies] == [*"abcde"]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        small("a", after=b', "model": "n", "messages": [{"role": "user", "content": "b"}], "stream": false}'),
+        small("a", after=b', "messages": [{}], "stream": false}'),
+        b'{"model": "m", "messages": [{}, "messages": [{}], "stream": false}',
+        b'{"model": "m", "messages": [{}]}], "stream": false}',
+        b'{"model": "m", "messages": [{"a": 01}], "stream": false}',
+        b'{"model": "m", "messages": [{"a": "\xff"}], "stream": false}',
+        b'{"model": "m", "messages": [{"a": "\x00"}], "stream": false}',
+        b'{"model": "m", "messages": , "stream": false}',
+        b'{"model": "m", "messages": [, "stream": false}',
+        b'{"model": "m", "messages": }], "stream": false}',
+        b'{"model": "m", "messages": [], "stream": false}',
+        b'{"model": "m", "messages": "[{}]", "stream": false}',
+        b'{"model": "m", "messages": [[{}]], "stream": false}',
+        b'{"model": "m", "messages": null, "stream": false}',
+    ],
+)
+def test_a_known_frame_hides_nothing(data: bytes) -> None:
+    memory = BodyMemory()
+    for text in "abc":
+        Body(small(text), memory)
+    assert in_a_frame(small("d"), memory)
+    assert reading(data, memory) == reading(data, None)
+
+
+def test_frames_of_odd_bodies_are_not_remembered() -> None:
+    memory = BodyMemory()
+    for text in "abcd":
+        for after in (b', "a": {"messages": [{}]}}', b', "x": 1e999, "y": "\\ud800"}', b', "x": 1, "x": 2}'):
+            data = small(text, after=after)
+            assert reading(data, memory) == reading(data, None)
+            assert not in_a_frame(data, memory)
+
+
+def test_frames_are_bounded() -> None:
+    memory = BodyMemory()
+    for number in range(2 * LAYOUTS_MAX):
+        for _ in range(3):
+            Body(small("a", after=b', "user": %d}' % number), memory)
+    assert len(memory.frames._known) == LAYOUTS_MAX
+    long = b', "user": "%b"}' % (b"u" * 2000)
+    for _ in range(4):
+        Body(small("a", after=long), memory)
+    assert not in_a_frame(small("a", after=long), memory)
