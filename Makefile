@@ -40,7 +40,7 @@ demo: setup ## fetch a small model, start two workers and the gateway, and say h
 
 test: setup ## every test
 	@$(BIN)/ropeway model fetch smollm2
-	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest
+	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-faults: setup ## several gateways under load while their Redis or Valkey misbehaves (a quarter of an hour)
 	$(BIN)/python -m pytest -m faults tests/faults
