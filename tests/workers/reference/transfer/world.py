@@ -189,7 +189,7 @@ class Link:
             if self.flip_at is not None and start <= self.flip_at < end:
                 data[self.flip_at - start] ^= 0x10
             if self.cut_at is not None and end > self.cut_at:
-                writer.write(data[: self.cut_at - start])
+                writer.write(data[: max(0, self.cut_at - start)])
                 await writer.drain()
                 return
             if self.hold_at is not None and end > self.hold_at:
