@@ -31,8 +31,8 @@ $(VENV)/.complete: pyproject.toml constraints.txt $(NATIVE)
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[worker,dev]'
-	@ROPEWAY_NATIVE=1 $(BIN)/python -c 'import cachecore.native, cachecore.kv.native' 2> /dev/null \
-		|| echo "Note: cachecore/native was not built (gcc and python3-dev are needed): it will be slower."
+	@ROPEWAY_NATIVE=1 $(BIN)/python -c 'import cachecore.native, cachecore.kv.native, cachecore.prompts.native' 2> /dev/null \
+		|| echo "Note: the extensions in C were not built (gcc and python3-dev are needed): it will be slower."
 	@touch $@
 
 demo: setup ## fetch a small model, start two workers and the gateway, and say how to talk to them
