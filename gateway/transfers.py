@@ -44,6 +44,7 @@ CAPABILITY_SECONDS = 60.0
 """What a plan is good for beyond its deadline: requests wait for their turn before they pull."""
 
 RAW = "raw"
+_AS_IT_IS = frozenset({RAW})
 _COMPRESSIONS = {RAW: 1.0, "i8": 1.94, "fp8": 1.94, "i4h": 3.56, "lm3h": 4.13}
 """Of 16-bit KV, until a report has shown it."""
 _NAMES = re.compile(r"[a-z_]{1,32}")
@@ -361,7 +362,10 @@ class _Offers:
         self, suppliers: Iterable[_Supplier], target: WorkerRecord, ability: TransferAbility
     ) -> Iterable[tuple[Supply, LinkModel]]:
         for _, source, codecs, blocks, fidelity, ahead in suppliers:
-            codec = self._codec(codecs & ability.codecs)
+            common = codecs & ability.codecs
+            if fidelity > Fidelity.EXACT:
+                common &= _AS_IT_IS  # nothing is quantized twice
+            codec = self._codec(common)
             if source.name == target.name or codec is None or self._paused(source, target):
                 continue
             delivered = fidelity if codec == RAW else max(fidelity, Fidelity.QUANTIZED)
