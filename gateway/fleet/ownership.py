@@ -16,9 +16,10 @@ own, and looks at the others:
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 
 from cachecore.blocks import split_chain
@@ -133,7 +134,7 @@ class LeasedStreams:
         if stream is not None and stream.intake is not None:
             stream.intake.halt()
             if stream.change is None:
-                self._change(stream, self._let_go(stream))
+                self._change(stream, partial(self._let_go, stream))
 
     def owned(self) -> list[Worker]:
         return [stream.holder for stream in self._streams.values() if stream.intake is not None and not stream.alone]
@@ -161,9 +162,9 @@ class LeasedStreams:
         if not claim.granted:
             if stream.intake is not None and claim.owner:
                 stream.intake.halt()
-                self._change(stream, self._let_go(stream))
+                self._change(stream, partial(self._let_go, stream))
         elif stream.intake is None:
-            self._change(stream, self._take_over(stream, claim.fence))
+            self._change(stream, partial(self._take_over, stream, claim.fence))
         else:
             self._index.renew(stream.holder, claim.fence)
             stream.alone = False
@@ -174,7 +175,7 @@ class LeasedStreams:
         for stream in streams:
             if stream.intake is None:
                 logger.warning("worker %s: following its events alone: %s", stream.holder.name, reason)
-                self._change(stream, self._follow_alone(stream))
+                self._change(stream, partial(self._follow_alone, stream))
 
     async def _hand_over_one(self, ours: Mapping[Worker, bool], gateways: Collection[str]) -> None:
         """Give back a stream that another gateway should follow: one a turn, and none that was just taken."""
@@ -182,7 +183,7 @@ class LeasedStreams:
         for stream in self._streams.values():
             settled = stream.intake is not None and stream.change is None and stream.since < old
             if settled and len(gateways) > 1 and not ours.get(stream.holder, True):
-                self._change(stream, self._hand_over([stream]))
+                self._change(stream, partial(self._hand_over, [stream]))
                 return
 
     def _set_trust(self) -> None:
@@ -198,10 +199,10 @@ class LeasedStreams:
 
     # Changes of hands
 
-    def _change(self, stream: _Stream, change: Coroutine[None, None, None]) -> None:
+    def _change(self, stream: _Stream, change: Callable[[], Awaitable[None]]) -> None:
         async def guarded() -> None:
             try:
-                await change
+                await change()
             except StoreError as error:
                 logger.info("worker %s: its event stream was not taken: %s", stream.holder.name, error)
             except Exception:
@@ -217,6 +218,7 @@ class LeasedStreams:
             stream.change.cancel()
             with suppress(asyncio.CancelledError):
                 await stream.change
+            stream.change = None  # one that was cancelled before its first step could not say so
 
     async def _take_over(self, stream: _Stream, fence: int) -> None:
         """Go on where the last follower stopped, or begin with what the engine can replay."""
