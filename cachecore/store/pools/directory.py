@@ -36,13 +36,19 @@ from cachecore.store.pools.contract import Announce, Buffer, PoolBounds
 from cachecore.store.pools.front import Gone
 from cachecore.store.pools.gate import Gate
 from cachecore.store.pools.ledger import Claim, Item, Listing
-from cachecore.store.pools.shelf import DEAD_SECONDS, Full, Place, ShelfPool, Vanished
+from cachecore.store.pools.shelf import (
+    DEAD_SECONDS,
+    GENERATION_RECORD,
+    WRITE_BYTES_PER_SECOND_MIN,
+    Full,
+    Place,
+    ShelfPool,
+    Vanished,
+)
 
 T = TypeVar("T")
 
 THREADS_MAX = 8
-WRITE_BYTES_PER_SECOND_MIN = 10e6
-"""Slower than this is away."""
 SWEEPS = 10
 """Budgets that a sweep may take: it looks at, and may delete, all there is."""
 BUFFERS_MAX = 512
@@ -51,7 +57,6 @@ BUFFERS_MAX = 512
 RUN_NAME = re.compile(r"[0-9a-f]{32}-[0-3]-[0-9a-f]{32}")
 _CLAIM_NAME = re.compile(r"([0-9a-f]+)-(\d{1,12})-(\d{1,18})")
 _GENERATION_NAME = re.compile(r"\d{1,18}")
-_RECORD = re.compile(rb"hckv 1 (\d{1,18})\n")
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -231,7 +236,7 @@ class _Files:
         except FileNotFoundError:
             self._require_root()
             return None
-        record = _RECORD.fullmatch(text[:64])
+        record = GENERATION_RECORD.fullmatch(text[:64])
         if record is None:
             raise Unavailable(f"{self.root}: its file `generation` is not a pool's")
         return int(record[1])

@@ -28,7 +28,14 @@ from cachecore.store.pools.contract import CREDITS_MAX, Announce, Buffer, PoolBo
 from cachecore.store.pools.front import Gone
 from cachecore.store.pools.gate import Gate
 from cachecore.store.pools.ledger import Claim, Item, Listing
-from cachecore.store.pools.shelf import DEAD_SECONDS, Place, ShelfPool, Vanished
+from cachecore.store.pools.shelf import (
+    DEAD_SECONDS,
+    GENERATION_RECORD,
+    WRITE_BYTES_PER_SECOND_MIN,
+    Place,
+    ShelfPool,
+    Vanished,
+)
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -36,8 +43,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-WRITE_BYTES_PER_SECOND_MIN = 10e6
-"""Slower than this is away."""
 SWEEPS = 10
 """Budgets that looking at, or deleting, all there is may take."""
 LISTED_TOGETHER = 1000
@@ -47,7 +52,6 @@ WORTHS_MAX = 100_000
 _RUN = re.compile(r"runs/([A-Za-z0-9_-]{1,64})/([0-9a-f]{32}-[0-3]-[0-9a-f]{32})\.hckv")
 _USED = re.compile(r"used/([A-Za-z0-9_-]{1,64})/([0-9a-f]{32}-[0-3]-[0-9a-f]{32})")
 _CLAIM = re.compile(r"claims/([0-9a-f]+)-(\d{1,12})-(\d{1,18})")
-_RECORD = re.compile(rb"hckv 1 (\d{1,18})\n")
 _SERVER_ERROR = re.compile(r"<Code>([^<]{1,100})</Code>\s*<Message>([^<]{1,200})</Message>")
 _RECORD_PATH = "generation"
 _RECORD_BYTES_MAX = 64
@@ -145,7 +149,7 @@ class BucketShelf:
             found = await self._ask(lambda: self._read(_RECORD_PATH, {"range": (0, _RECORD_BYTES_MAX)}))
         except FileNotFoundError:
             return None
-        record = _RECORD.fullmatch(bytes(found.data))
+        record = GENERATION_RECORD.fullmatch(bytes(found.data))
         if record is None:
             raise Unavailable(f"{self.name}: its object `generation` is not a pool's")
         return int(record[1])

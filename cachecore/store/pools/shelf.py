@@ -10,6 +10,7 @@ appear, one of several removers makes it go, and each of these knows that it was
 
 import asyncio
 import logging
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -39,6 +40,9 @@ logger = logging.getLogger("ropeway.pools")
 DEAD_SECONDS = 180.0
 """After which what a writer was about to write is taken for left by one that died. A claim is not used for longer than
 a third of that, which leaves a put the other two thirds."""
+WRITE_BYTES_PER_SECOND_MIN = 10e6
+"""A store that is slower than this is away."""
+GENERATION_RECORD = re.compile(rb"hckv 1 (\d{1,18})\n")
 ATTEMPTS_MAX = 3
 """To make room, while others take it."""
 
