@@ -4,12 +4,10 @@ A worker answers a prompt of some passages; then the same passages are asked for
 from the worker's own KV events (fingerprints at every offset), planned, turned and repaired by the worker. Cold is the
 same prompt with an empty cache.
 
-python tests/bench/bench_fused.py --model DIR [--rounds 3] [--json FILE]
+PYTHONPATH=. python tests/bench/bench_fused.py --model DIR [--rounds 3] [--json FILE]
 """
 
-import argparse
 import asyncio
-import json
 import os
 import random
 import statistics
@@ -27,6 +25,7 @@ from cachecore.rekey import Rekeyer
 from cachecore.scope import Fidelity, Keyring
 from cachecore.transfer.plan import PARAMETER, Grant, Plan, sign
 from gateway.shifted import Passages
+from tests.bench.model_bench import parser_of, write
 from workers.engine import Generation, Sampling
 from workers.reference.engine import EngineOptions, ReferenceEngine
 from workers.reference.transfer.service import TransferOptions
@@ -125,11 +124,7 @@ async def run(model: Path, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__).parse_args()
     result = asyncio.run(run(arguments.model, arguments.rounds))
     for shape in result["shapes"]:
         for row in shape["rows"]:
@@ -139,9 +134,7 @@ def main() -> None:
             )
         print(f"{shape['tokens']} tokens: median {shape['ratio']:.2f}x (bar {shape['bar']})")
     print(f"load average {result['load']:.1f}")
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(result, indent=1))
+    write(result, arguments.json)
 
 
 if __name__ == "__main__":

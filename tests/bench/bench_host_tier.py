@@ -3,12 +3,10 @@
 One engine whose KV memory holds one prompt of 1,900 tokens, and whose host memory holds several. Prompts are sent in
 turn, so each is evicted by the next; then again, when each comes back from host memory.
 
-python tests/bench/bench_host_tier.py --model DIR [--rounds 3] [--json FILE]
+PYTHONPATH=. python tests/bench/bench_host_tier.py --model DIR [--rounds 3] [--json FILE]
 """
 
-import argparse
 import asyncio
-import json
 import os
 import random
 import statistics
@@ -19,6 +17,7 @@ import torch
 
 from cachecore.prompts.huggingface import HuggingFaceRenderer
 from cachecore.scope import Keyring
+from tests.bench.model_bench import parser_of, write
 from workers.engine import Generation, Sampling
 from workers.reference.config import ModelConfig
 from workers.reference.engine import EngineOptions, ReferenceEngine
@@ -77,17 +76,11 @@ async def run(model: Path, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__).parse_args()
     result = asyncio.run(run(arguments.model, arguments.rounds))
     print(f"from host memory {result['ratio']:.1f}x sooner than cold")
     print(f"keeping took {result['kept_share']:.2%} of computing, at {result['kept_gb_per_s']:.1f} GB/s")
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(result, indent=1))
+    write(result, arguments.json)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,10 @@ A worker computes the prompts and stores them in a directory; it is stopped, ano
 which has nothing but the pool. What the first one waited for while it stored is measured too: the same prompts, cold,
 with and without a pool.
 
-python tests/bench/bench_pool_start.py --model DIR [--rounds 3] [--codec i8] [--run-blocks 4] [--json FILE]
+PYTHONPATH=. python tests/bench/bench_pool_start.py --model DIR [--rounds 3] [--codec i8] [--run-blocks 4] [--json FILE]
 """
 
-import argparse
 import asyncio
-import json
 import os
 import random
 import statistics
@@ -28,6 +26,7 @@ from cachecore.scope import DEFAULT_TENANT, Fidelity, IdentityScope, Keyring, Na
 from cachecore.store.pools import PoolBounds, run_ends
 from cachecore.transfer.capability import Run
 from cachecore.transfer.plan import PARAMETER, Grant, Plan, sign
+from tests.bench.model_bench import parser_of, write
 from workers.engine import Generation, Sampling, StepOutput
 from workers.pools import RUN_BLOCKS, OpenPools, PoolSettings
 from workers.reference.config import ModelConfig
@@ -164,22 +163,17 @@ async def run(bench: Bench, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser = parser_of(__doc__)
     parser.add_argument("--codec", default="i8")
     parser.add_argument("--run-blocks", type=int, default=RUN_BLOCKS)
     parser.add_argument("--directory", type=Path, help="of the pool; default: a temporary one")
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     settings = PoolSettings(PoolBounds(8 << 30), arguments.run_blocks, arguments.codec)
     with tempfile.TemporaryDirectory(dir=arguments.directory) as root:
         result = asyncio.run(run(Bench(arguments.model, Path(root), settings), arguments.rounds))
     print(f"from a pool {result['ratio']:.1f}x sooner than cold (bar {SPEEDUP_MIN})")
     print(f"cold while storing: {result['storing_ratio']:.2f}x of cold without a pool")
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(result, indent=1))
+    write(result, arguments.json)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,11 @@ by computing the rest of a prompt while its beginning is still on its way.
 Two engines in this process, with the same weights, talk over loopback TCP; for the second part through a proxy that
 lets through so many bytes a second that loading takes as long as computing.
 
-python tests/bench/bench_pull.py --model DIR [--rounds 3] [--json FILE]
+PYTHONPATH=. python tests/bench/bench_pull.py --model DIR [--rounds 3] [--json FILE]
 """
 
-import argparse
 import asyncio
 import contextlib
-import json
 import os
 import random
 import statistics
@@ -28,6 +26,7 @@ from cachecore.prompts.huggingface import HuggingFaceRenderer
 from cachecore.scope import DEFAULT_TENANT, Fidelity, IdentityScope, Keyring, Naming
 from cachecore.transfer.capability import Run
 from cachecore.transfer.plan import PARAMETER, Grant, Plan, sign
+from tests.bench.model_bench import parser_of, write
 from workers.engine import Generation, Sampling, StepOutput
 from workers.reference.config import ModelConfig
 from workers.reference.engine import EngineOptions, ReferenceEngine
@@ -205,17 +204,11 @@ async def run(model: Path, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__).parse_args()
     result = asyncio.run(run(arguments.model, arguments.rounds))
     print(f"sooner than cold: raw {result['raw_ratio']:.1f}x, i8 {result['i8_ratio']:.1f}x (bar {SPEEDUP_MIN})")
     print(f"overlapped {result['overlap_ratio']:.2f}x of load, then compute (bar {OVERLAP_MAX})")
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(result, indent=1))
+    write(result, arguments.json)
 
 
 if __name__ == "__main__":

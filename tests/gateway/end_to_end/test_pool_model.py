@@ -5,10 +5,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from cachecore.store.pools import run_ends
+from tests.gateway.end_to_end.models import FLAGS, MODEL, SECONDS_MAX, gateway_before, tokenizer
 from tests.gateway.end_to_end.processes import (
     HOST,
     Gateway,
@@ -20,11 +20,6 @@ from tests.gateway.end_to_end.processes import (
     new_keyring,
 )
 
-pytest.importorskip("torch")
-fetch = pytest.importorskip("workers.reference.fetch")
-
-MODEL = "smollm2"
-SECONDS_MAX = 180.0
 BLOCK_TOKENS, RUN_BLOCKS = 16, 4
 CONFIG = {"transfer": {"codecs": ["raw"], "fidelity": "exact", "deadline_seconds_min": 20.0}}
 
@@ -42,12 +37,12 @@ def start_worker(directory: Path) -> Iterator[Callable[[], Process]]:
     (port,) = free_ports(1)
     keyring = str(new_keyring(directory))
     (directory / "pool").mkdir()
-    flags = ["--model", MODEL, "--device", "cpu", "--dtype", "float32", "--threads", "1", "--keyring", keyring]
-    pool = ["--pool", f"shared=dir:{directory / 'pool'}", "--pool-codec", "raw"]
+    tokenizer()
+    pool = ["--keyring", keyring, "--pool", f"shared=dir:{directory / 'pool'}", "--pool-codec", "raw"]
     with ExitStack() as lives:
 
         def start() -> Process:
-            worker = Process("worker", ["worker", "reference", "--port", str(port), *flags, *pool], directory)
+            worker = Process("worker", ["worker", "reference", "--port", str(port), *FLAGS, *pool], directory)
             lives.enter_context(worker)
             said = worker.said().count("ready http")
             eventually(lambda: worker.said().count("ready http") > said, "the worker is ready", SECONDS_MAX)
@@ -59,11 +54,8 @@ def start_worker(directory: Path) -> Iterator[Callable[[], Process]]:
 
 @pytest.fixture(scope="module")
 def gateway(directory: Path, start_worker: Any) -> Iterator[Gateway]:
-    tokenizer = fetch.fetch_smollm2(fetch.default_cache_dir()).directory
-    config = {**CONFIG, "keyring": str(directory / "keyring.json"), "tokenizers": {MODEL: str(tokenizer)}}
     start_worker.first = start_worker()
-    with Gateway(directory, [start_worker.url], config) as gateway:
-        gateway.http.timeout = httpx.Timeout(SECONDS_MAX)
+    with gateway_before(directory, [start_worker.url], str(directory / "keyring.json"), CONFIG) as gateway:
         yield gateway
 
 

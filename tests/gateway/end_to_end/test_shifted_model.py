@@ -3,25 +3,16 @@
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
+from tests.gateway.end_to_end.models import MODEL, SECONDS_MAX, two_workers
 from tests.gateway.end_to_end.processes import (
-    HOST,
     Gateway,
-    Process,
     cached_tokens,
     eventually,
-    free_ports,
-    new_keyring,
     worker_of,
 )
 
-pytest.importorskip("torch")
-fetch = pytest.importorskip("workers.reference.fetch")
-
-MODEL = "smollm2"
-SECONDS_MAX = 180.0
 FUSED = {"x-ropeway-fidelity": "fused"}
 CONFIG = {
     "policy_header_allowed": True,
@@ -33,26 +24,8 @@ pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    directory = tmp_path_factory.mktemp("shifted-model")
-    keyring = str(new_keyring(directory))
-    tokenizer = fetch.fetch_smollm2(fetch.default_cache_dir()).directory
-    workers: list[Process] = []
-    urls: list[str] = []
-    try:
-        for name, port in zip(("first", "second"), free_ports(2), strict=True):
-            where = ["--port", str(port), "--name", name, "--keyring", keyring]
-            flags = ["--model", MODEL, "--device", "cpu", "--dtype", "float32", "--threads", "1"]
-            workers.append(Process(name, ["worker", "reference", *flags, *where], directory))
-            urls.append(f"http://{HOST}:{port}")
-        for worker in workers:
-            eventually(lambda worker=worker: "ready http" in worker.said(), f"{worker.name} is ready", SECONDS_MAX)
-        config = {**CONFIG, "keyring": keyring, "tokenizers": {MODEL: str(tokenizer)}}
-        with Gateway(directory, urls, config) as gateway:
-            gateway.http.timeout = httpx.Timeout(SECONDS_MAX)
-            yield gateway
-    finally:
-        for worker in workers:
-            worker.stop()
+    with two_workers(tmp_path_factory.mktemp("shifted-model"), CONFIG) as gateway:
+        yield gateway
 
 
 def passage(number: int) -> str:
