@@ -77,7 +77,8 @@ def _add_transfer_arguments(group: "argparse._ArgumentGroup") -> None:
         action="append",
         choices=("nixl", "mooncake"),
         default=[],
-        help="move KV by this engine as well, between workers that both have it (its extra must be installed)",
+        help="move KV by this engine as well, between workers that both have it (its extra must be installed; "
+        "mooncake listens on all interfaces)",
     )
     group.add_argument("--no-transfer", action="store_true", help="neither serve KV to peers nor pull it from them")
     group.add_argument("--name", default="", help="of this worker in plans; default: where it serves KV")
