@@ -25,10 +25,10 @@ from cachecore.index.contract import ContentHolding
 from cachecore.scope import Fidelity, Keyring, Naming
 from cachecore.transfer.capability import Run
 from cachecore.transfer.errors import TransferError
-from cachecore.transfer.plan import FRACTION_PARAMETER, PARAMETER, Grant, Plan, sign
+from cachecore.transfer.plan import FRACTION_PARAMETER, PARAMETER, PLANS_MAX, Grant, Plan, sign
 from gateway.fleet.worker import ModelPool, TransferAbility, WorkerRecord
 from gateway.requests import Request
-from gateway.transfers import CAPABILITY_SECONDS, PLANS_MAX, RAW, Transfers
+from gateway.transfers import CAPABILITY_SECONDS, RAW, Transfers
 from policies.state.guard import FUSED
 from policies.transfer import PrefillSeconds
 
@@ -281,11 +281,10 @@ class _Sources:
         ability = record.transfer if record is not None else None
         if record is None or ability is None or not isinstance(holder, Worker) or record.name == self._target.name:
             return False
-        confirmed = record.healthy and record.events_trusted and record.epoch == holder.epoch
         comparable = ability.compatibility == self.ability.compatibility and record.block_size_tokens == self._block
         reachable = bool(ability.addresses) and ability.holder.rank == holder.rank and self._codec(ability) is not None
         paused = self._transfers.accounts.paused(record.name, self._target.name, self._now)
-        return confirmed and comparable and reachable and not paused
+        return record.vouches_for(holder) and comparable and reachable and not paused
 
     def load_seconds(self, run: ShiftedRun) -> float:
         if run.place.holder == self.holder:

@@ -21,7 +21,7 @@ from cachecore.index.contract import Match
 from cachecore.scope import Fidelity, KeyId, Keyring
 from cachecore.transfer.capability import Run
 from cachecore.transfer.errors import TransferError
-from cachecore.transfer.plan import PARAMETER, Grant, Plan, sign
+from cachecore.transfer.plan import PARAMETER, PLANS_MAX, Grant, Plan, sign
 from gateway.edge.http1 import Headers
 from gateway.fleet.pools import PoolKnowledge, PoolMatch
 from gateway.fleet.worker import ModelPool, TransferAbility, WorkerRecord
@@ -38,8 +38,6 @@ REPORT_HEADER = b"x-ropeway-transfer"
 
 SOURCES_MAX = 3
 """Of one class that a decision weighs. Deepest first: the next ones have the same or less."""
-PLANS_MAX = 64
-"""Of one request: the first runs of a pool. Workers read no more."""
 CAPABILITY_SECONDS = 60.0
 """What a plan is good for beyond its deadline: requests wait for their turn before they pull."""
 
@@ -347,8 +345,7 @@ class _Offers:
         ability = record.transfer if record is not None else None
         if record is None or ability is None or not ability.addresses or not blocks:
             return None
-        confirmed = record.healthy and record.events_trusted and record.epoch == holder.epoch
-        if not confirmed or not self._speaks_for(record, ability, holder.rank):
+        if not record.vouches_for(holder) or not self._speaks_for(record, ability, holder.rank):
             return None
         source = Source(record.name, ability.holder, ability.addresses)
         ahead = self._ahead.get(record.name, 0)

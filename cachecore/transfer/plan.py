@@ -35,6 +35,8 @@ PARAMETER = "ropeway"
 FRACTION_PARAMETER = "ropeway_recompute_fraction"
 """Another: how many of its passages' tokens a prompt recomputes, 0..1. Not signed: what is repaired is the prompt's
 own, and exact KV is never made of it."""
+PLANS_MAX = 64
+"""Of one request; what comes after is left unread."""
 DEADLINE_SECONDS_MAX = 600.0
 ADDRESSES_MAX = 8
 

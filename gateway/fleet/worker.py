@@ -163,6 +163,10 @@ class WorkerRecord:
     def holder(self, rank: int = 0) -> Worker:
         return Worker(self.name, self.epoch, rank)
 
+    def vouches_for(self, holder: Worker) -> bool:
+        """Whether the worker lives, in this life, and its own events say what it holds."""
+        return self.healthy and self.events_trusted and self.epoch == holder.epoch
+
     @property
     def eligible(self) -> bool:
         return self.healthy and not self.draining

@@ -13,14 +13,11 @@ from cachecore.blocks import HASH_BYTES, pack_tokens
 from cachecore.holders import Holder
 from cachecore.scope import Fidelity, Keyring
 from cachecore.transfer.errors import PlanError, Reason, TransferError
-from cachecore.transfer.plan import FRACTION_PARAMETER, PARAMETER, Pull, read_plan
+from cachecore.transfer.plan import FRACTION_PARAMETER, PARAMETER, PLANS_MAX, Pull, read_plan
 from workers.engine import Generation, TransferMetrics
 from workers.reference.scheduler import LiveSequence
 from workers.reference.transfer.loads import best_of
 from workers.reference.transfer.report import PullLog
-
-PLANS_MAX = 64
-"""Of one request; what comes after is left unread."""
 
 
 class PlanReader:
