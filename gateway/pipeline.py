@@ -430,7 +430,7 @@ class Journey:
         if not elsewhere:
             return True
         pipeline.fleet.suspect(self._worker, reason)
-        pipeline.knowledge.predictions.cancel(self._request.upstream_id)
+        pipeline.knowledge.cancel_predictions(self._request.upstream_id)
         self._end_flight()
         self._excluded += (self._worker,)
         try:
@@ -449,8 +449,8 @@ class Journey:
             if usage is not None:
                 output_tokens = usage.completion_tokens
                 self._check(usage.prompt_tokens, usage.cached_tokens)
-        elif not self._first_byte_at:
-            pipeline.knowledge.predictions.cancel(request.upstream_id)
+        elif status != 200 or not self._first_byte_at:
+            pipeline.knowledge.cancel_predictions(request.upstream_id)
         sample = pipeline.knowledge.accounting.finish(request.upstream_id, now, output_tokens, answered)
         if sample is not None:
             pipeline.knowledge.estimates.observe_answer(sample)
@@ -463,7 +463,6 @@ class Journey:
         flight, self._flight = self._flight, None
         if flight is not None and self._pipeline.transfers is not None:
             self._pipeline.transfers.abandoned(flight)
-            self._pipeline.knowledge.inexact_predictions.cancel(flight.request_id)
 
     def _check(self, prompt_tokens: int, cached_tokens: int | None) -> None:
         """Hold the worker's own count beside what we said."""

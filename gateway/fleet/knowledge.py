@@ -40,6 +40,11 @@ class Knowledge:
         self.inexact_predictions.forget(key)
         self.history.forget(key)
 
+    def cancel_predictions(self, request_id: str) -> None:
+        """The request failed before its prefill."""
+        self.predictions.cancel(request_id)
+        self.inexact_predictions.cancel(request_id)
+
     def remove(self, worker: Worker) -> None:
         """The worker leaves the fleet for good."""
         self.forget(worker)

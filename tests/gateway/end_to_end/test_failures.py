@@ -11,6 +11,7 @@ import httpx
 import pytest
 from openai import APIConnectionError, APIError, OpenAI
 
+from tests.gateway.end_to_end.conftest import Stack
 from tests.gateway.end_to_end.processes import (
     HOST,
     MODEL,
@@ -249,3 +250,11 @@ def test_accounts_return_to_zero_after_a_burst(slow: tuple[Fleet, Gateway]) -> N
     assert gateway.status()["requests"]["complete"] == before + 5
     worker = gateway.status()["workers"][0]
     assert (worker["inflight_tokens"], worker["outstanding_prefill_ms"]) == (0, 0.0)
+
+
+def test_of_what_a_worker_refused_nothing_is_expected(stack: Stack) -> None:
+    _, gateway = stack
+    text = "a prompt of some length that is asked for far too many tokens; " * 4
+    assert gateway.post(chat(text, max_tokens=10**8)).status_code == 400
+    told = gateway.explain(chat(text))
+    assert [candidate["matched_tokens"] for candidate in told["candidates"]] == [0, 0]
