@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.gateway.end_to_end.processes import free_ports
 from workers.openai.server import CannotListen
 from workers.simulated.engine import SimulatedConfig
 from workers.simulated.fleet import SimulatedWorker, WorkerOptions
@@ -71,11 +72,7 @@ def test_a_signal_ends_a_fleet_cleanly(number: signal.Signals) -> None:
 
 
 def test_ports_count_up_from_the_base() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        base = probe.getsockname()[1]
-    if base + 1 > 65_535:
-        pytest.skip("no room above the free port")
+    base = free_ports(2).start
     with command("--count", "2", "--port", str(base)) as process:
         assert ready_urls(process) == [f"http://127.0.0.1:{base}", f"http://127.0.0.1:{base + 1}"]
 

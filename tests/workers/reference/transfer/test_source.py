@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 
 from cachecore.blocks import pack_tokens
+from cachecore.scope import Fidelity
 from cachecore.transfer.errors import Reason, Unserved
 from cachecore.transfer.header import Span
 from cachecore.transfer.plan import read_plan
 from cachecore.transfer.transport import Draft, Request, Wanted
 from tests.workers.reference.support import KEYRING
 from tests.workers.reference.transfer.world import (
+    BLOCKS,
     HELD,
     LAYER_BYTES,
     LAYERS,
@@ -24,6 +26,7 @@ from tests.workers.reference.transfer.world import (
     generation,
     holder_of,
     plan_of,
+    run_of,
     signed,
     until,
     warm,
@@ -121,38 +124,27 @@ async def test_a_run_that_begins_elsewhere_than_it_says() -> None:
 
 async def test_what_is_being_sent_is_not_evicted() -> None:
     async with worker(blocks=60) as source, worker() as target:
-        assert source.info.transfer is not None
-        async with Link(source.info.transfer.addresses[0]).open() as link:
-            expected = await warm(source)
-            link.hold_at = LAYER_BYTES
-            plan = signed(plan_of(source, addresses=(link.address,)), target)
-            asking = asyncio.create_task(answer(target, generation(PROMPT, plan)))
-            await until(lambda: not at_rest(source))
-            rng = random.Random(3)
+        expected = await warm(source)
+        rng = random.Random(3)
+        with source._core.lend(run_of(PROMPT, 0, BLOCKS).tail, BLOCKS, Fidelity.EXACT) as lent:
+            assert lent is not None
             for number in range(4):
                 await answer(
                     source, generation([rng.randrange(97) for _ in range(120)], request_id=f"{number}", tokens=1)
                 )
-            link.opened.set()
-            tokens, first = await asking
+            tokens, first = await answer(target, generation(PROMPT, signed(plan_of(source), target)))
             assert (tokens, first.cached_tokens) == (expected, HELD)
-            await until(lambda: at_rest(source))
+        await until(lambda: at_rest(source))
 
 
 async def test_a_full_source_waits_for_what_it_is_sending() -> None:
-    async with worker(blocks=40) as source, worker() as target:
-        assert source.info.transfer is not None
-        async with Link(source.info.transfer.addresses[0]).open() as link:
-            await warm(source)
-            link.hold_at = LAYER_BYTES
-            plan = signed(plan_of(source, addresses=(link.address,)), target)
-            asking = asyncio.create_task(answer(target, generation(PROMPT, plan)))
-            await until(lambda: not at_rest(source))
+    async with worker(blocks=40) as source:
+        await warm(source)
+        with source._core.lend(run_of(PROMPT, 0, BLOCKS).tail, BLOCKS, Fidelity.EXACT):
             waiting = asyncio.create_task(answer(source, generation(PROMPT[::-1], request_id="waits")))
             await until(lambda: source._core.idle and source._core.scheduler.waiting)
-            link.opened.set()
-            assert len((await waiting)[0]) == 10
-            await asking
+            assert not waiting.done()
+        assert len((await waiting)[0]) == 10
 
 
 @pytest.mark.parametrize("seed", range(3))

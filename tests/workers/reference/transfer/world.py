@@ -110,8 +110,10 @@ def generation(
 
 
 async def warm(engine: ReferenceEngine, prompt: Sequence[int] = PROMPT, **fields: Any) -> list[int]:
-    """Have an engine compute a prompt; the greedy tokens that follow it."""
-    return tokens_of(await run(engine, generation(prompt, request_id="warm", **fields)))
+    """Have an engine compute a prompt and let go of it; the greedy tokens that follow it."""
+    tokens = tokens_of(await run(engine, generation(prompt, request_id="warm", **fields)))
+    await until(lambda: at_rest(engine))
+    return tokens
 
 
 async def answer(engine: ReferenceEngine, one: Generation) -> tuple[list[int], StepOutput]:
