@@ -5,7 +5,8 @@ import asyncio
 import contextlib
 import errno
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ ENDS = list(run_ends(0, BLOCKS, RUN_BLOCKS))
 RUNS = len(ENDS)
 DEPTH = ENDS[-1][0] * SIZE
 """Tokens of the prompt that its runs hold."""
+SMALL_DISK_BYTES = 40 << 10
+"""Some of the runs, of 9 kB each."""
 
 
 @contextlib.asynccontextmanager
@@ -309,6 +312,34 @@ async def test_a_full_disk_is_declined_and_requests_go_on(tmp_path: Path, monkey
         await engine.reset_prefix_cache()
         await run(engine, generation(PROMPT, tokens=1, request_id="again"))
         await stored(tier, RUNS)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, that a few runs fill."""
+    where = tmp_path / "disk"
+    where.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={SMALL_DISK_BYTES}", "tmpfs", str(where)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a file system takes privileges that this process lacks")
+    try:
+        yield where
+    finally:
+        subprocess.run(["umount", "--lazy", str(where)], check=True)
+
+
+async def test_a_disk_that_fills_up_costs_no_answer(small_disk: Path) -> None:
+    async with worker(small_disk) as (engine, tier), plain_worker() as other:
+        expected = await warm(other)
+        assert await warm(engine) == expected
+        await until(lambda: sum(counts(tier).values()) >= RUNS)
+        assert pool_of(tier).stats().declined["full"] > 0
+        await engine.reset_prefix_cache()
+        plans = plans_of(tier, engine)
+        tokens, first = await answer(engine, generation(PROMPT, *plans))
+        assert tokens == expected
+        assert first.cached_tokens < DEPTH  # what did not fit was computed
+        assert sum(path.stat().st_size for path in small_disk.rglob("*") if path.is_file()) <= SMALL_DISK_BYTES
 
 
 async def test_a_pool_that_is_away_is_not_encoded_for(tmp_path: Path) -> None:
