@@ -35,6 +35,9 @@ _Rows = NDArray[np.intp]
 
 _BUCKET = 8
 _BUCKETS_MIN = 128
+_BUCKETS_BEFORE_LEAP = 4096
+"""A table that may become larger goes from here to its full size at once. Who knows few blocks keeps a small table (all
+pages of a large one are soon in use, wherever few names fall), and who knows many waits for a copy once: some 25 ms."""
 _LOAD_MAX = 0.8
 _LOAD_MIN = 0.1
 _TAG_SHIFT = 56
@@ -58,16 +61,17 @@ _FIRST_FREE = np.array([8 - mask.bit_length() for mask in range(256)], dtype=np.
 class Locator(Generic[S]):
     """Finds blocks by name. The caller keeps names unique: `add` is for names that `find` does not know."""
 
-    __slots__ = ("_buckets_min", "_count_max", "_count_min", "_table", "count", "find", "runs")
+    __slots__ = ("_buckets_full", "_buckets_min", "_count_max", "_count_min", "_table", "count", "find", "runs")
 
     def __init__(self, blocks_hint: int = 0) -> None:
+        """`blocks_hint`: what the table may come to hold, if that is known."""
         self.runs: list[S | None] = []
         """Every run by its number; None where a number is free."""
         self.count = 0
         """Blocks in the table."""
-        self._buckets_min = _BUCKETS_MIN
-        while blocks_hint > self._buckets_min * _BUCKET * _LOAD_MAX:
-            self._buckets_min *= 2
+        self._buckets_min = self._buckets_full = _BUCKETS_MIN
+        while blocks_hint > self._buckets_full * _BUCKET * _LOAD_MAX:
+            self._buckets_full *= 2
         self._table = Table(self.runs, self._buckets_min)
         self._set_bounds()
         self.find: Callable[[bytes], tuple[S, int] | None] = self._table.find
@@ -77,7 +81,7 @@ class Locator(Generic[S]):
         """`names` are about to be put into `run` at `position`: what is in no run yet is in no table either."""
         self.count += len(names) // HASH_BYTES
         while self.count > self._count_max:
-            self._resize(2 * self._table.buckets)
+            self._grow()
         self._table.put(names, run.number, position)
 
     def discard(self, names: bytes | bytearray, run: S, position: int) -> None:
@@ -99,6 +103,12 @@ class Locator(Generic[S]):
 
     def size_bytes(self) -> int:
         return 9 * _BUCKET * self._table.buckets + 200 * self._table.overflowing
+
+    def _grow(self) -> None:
+        buckets = 2 * self._table.buckets
+        if _BUCKETS_BEFORE_LEAP < buckets <= self._buckets_full:
+            buckets = self._buckets_min = self._buckets_full
+        self._resize(buckets)
 
     def _resize(self, buckets: int) -> None:
         self._table.resize(buckets)

@@ -25,6 +25,8 @@ from cachecore.index.locator import Locator
 from cachecore.index.runs import RUN_BLOCKS_MAX, Run, require, span, unknown, well_formed
 from cachecore.scope import Fidelity
 
+# A named tuple's own constructor is a function in Python.
+_new = tuple.__new__
 SWEEP_RUNS = 64
 """Runs looked at per batch applied while slots wait to be swept."""
 _COMPACT_BLOCKS_MIN = 16
@@ -112,7 +114,7 @@ class MemoryIndex:
 
     def match(self, chain: Chain) -> Match:
         if chain[:HASH_BYTES] not in self._runs:
-            return Match(len(chain) // HASH_BYTES, {})
+            return _new(Match, (len(chain) // HASH_BYTES, {}))
         path = self._walk(chain)
         self._touch([step.run for step in path])
         depths = self._depths(path)
@@ -307,14 +309,16 @@ class MemoryIndex:
         self._layered -= layered and len(state.slots) < 2
 
     def _sweep_run(self, run: Run) -> None:
+        if self._drop_struck(run):
+            self._settle(run)
+
+    def _drop_struck(self, run: Run) -> bool:
         struck = [slot for slot in run.depths if self._places[slot] is None]
-        if not struck:
-            return
         dead = run.dead
         for slot in struck:
             run.drop(slot)
         self._dead_blocks += (run.dead & ~dead).bit_count()
-        self._settle(run)
+        return bool(struck)
 
     # Slots and runs
 
@@ -333,7 +337,7 @@ class MemoryIndex:
 
     def _open_run(self) -> Run:
         runs = self._locator.runs
-        if self._run_numbers and not self._sweeping:  # a piece of an unswept run must lie ahead of the sweep
+        if self._run_numbers:
             run = Run(self._run_numbers.pop())
             runs[run.number] = run
         else:
@@ -369,6 +373,7 @@ class MemoryIndex:
 
     def _compact(self, run: Run) -> None:
         """Replace a run by one for each piece of it that is still held."""
+        self._drop_struck(run)  # a piece may get a number that the sweep has passed
         self._dead_blocks -= run.dead.bit_count()
         self._close_run(run)
         alive, start = span(0, run.blocks) & ~run.dead, 0
@@ -394,10 +399,11 @@ class MemoryIndex:
     def check_invariants(self) -> None:
         """Raise AssertionError where the structures disagree. Walks everything: for tests."""
         held = [0] * len(self._places)
+        free = set(self._run_numbers)
         dead = blocks = 0
         for number, run in enumerate(self._locator.runs):
             if run is None:
-                require(number in self._run_numbers, "a run number is neither used nor free")
+                require(number in free, "a run number is neither used nor free")
                 continue
             require(run.number == number, "a run has another's number")
             require(self._runs.get(run.first) is run, "a run cannot be found by its first block")

@@ -16,6 +16,7 @@ from cachecore.index import lua
 from cachecore.index.contract import IndexEvent, IndexStats, Match, PrefixIndex
 from cachecore.index.publisher import Publisher
 from cachecore.index.schema import (
+    HOLDERS_CACHED,
     RESTATING,
     SHARDS,
     HolderSnapshot,
@@ -184,6 +185,6 @@ def _add_depths(answer: list[Any], depths: dict[Place, int]) -> None:
     depths.update(zip(map(_place, answer[::3], answer[1::3]), answer[2::3], strict=True))
 
 
-@lru_cache(maxsize=16_384)
+@lru_cache(maxsize=HOLDERS_CACHED)
 def _place(text: bytes, code: bytes) -> Place:
     return Place(parse_holder(text), *layer_of(code))

@@ -56,6 +56,8 @@ RESTATING = -1
 """The revision of a record whose holder is being restated: what is there is true, but not all of it."""
 EVENTS_BYTES_MAX = 64 << 20
 HOLDER_ID_BYTES_MAX = 1024
+HOLDERS_CACHED = 2048
+"""More than most fleets have. Each takes some 400 bytes, and the dead fill what is left: one for each life."""
 
 PIECE_HEADER = struct.Struct("<16sHB")
 _HEAD = struct.Struct("<H16sHB")
@@ -242,7 +244,7 @@ class Schema:
 # ---- holders and places ----------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=65_536)
+@lru_cache(maxsize=HOLDERS_CACHED)
 def holder_id(holder: Holder) -> bytes:
     name = quote(holder.name, safe="").encode()
     if isinstance(holder, Worker):
@@ -250,7 +252,7 @@ def holder_id(holder: Holder) -> bytes:
     return b"p/%s/%d" % (name, holder.generation)
 
 
-@lru_cache(maxsize=65_536)
+@lru_cache(maxsize=HOLDERS_CACHED)
 def parse_holder(text: bytes) -> Holder:
     """The inverse of `holder_id`. Raises ValueError for anything that it does not return."""
     parts = _HOLDER_PATTERN.fullmatch(text) if len(text) <= HOLDER_ID_BYTES_MAX else None
@@ -272,7 +274,7 @@ def shard_of(holder: Holder) -> int:
     return _shard_of_name(holder.name)
 
 
-@lru_cache(maxsize=65_536)
+@lru_cache(maxsize=HOLDERS_CACHED)
 def _shard_of_name(name: str) -> int:
     return blake2b(name.encode(), digest_size=8).digest()[0] % SHARDS
 

@@ -1,29 +1,37 @@
 """The shared index on a server of its own: what a lookup takes, and what following 64 event streams takes.
 
     .venv/bin/python tests/bench/bench_shared_index.py [--json FILE] [--rounds N] [--seconds S] [--binary redis|valkey]
+                                                       [--query-blocks N] [--unix] [--pin]
 
 Lookups are of 512 blocks, over 64 holders that hold 16,384 blocks each: held by one, held whole by all, held by each to
-another depth. `mirror` answers in the process; `redis` asks the server, and its round trips are counted at a proxy
-before it. Ingest is what a gateway does with its workers' events: pre-encoded batches of 32 blocks in vLLM's dialect,
-decoded, named, applied to the mirror and published, on one thread; first as fast as it goes, then at 100,000 blocks a
-second. The server's CPU is its process's own. ROPEWAY_NATIVE=0 measures without the extension in C.
+another depth. `mirror` answers in the process; `redis` asks the server (over its socket with `--unix`), and its round
+trips are counted at a proxy before it. Ingest is what a gateway does with its workers' events: pre-encoded batches of
+32 blocks in vLLM's dialect, decoded, named, applied to the mirror and published, on one thread; first as fast as it
+goes, then at 100,000 blocks a second. The server's CPU is its process's own. ROPEWAY_NATIVE=0 measures without the
+extension in C.
 
 A machine that is busy with other things is told from slow code by controls in the same minutes. Lookups take turns with
-PINGs and with a fixed loop in plain Python that touches nothing of ours, and the server's own time a lookup is read
-from its statistics; around ingest goes the same loop, by its CPU time. On an idle machine the loop's median and 99th
-percentile are close to its minimum, and a PING takes some 40 us.
+PINGs, with ECHOes of as many bytes, and with a fixed loop in plain Python that touches nothing of ours; around ingest
+goes the same loop, by its CPU time. On an idle machine the loop's median and 99th percentile are close to its minimum,
+and a PING takes some 40 us. Of each lookup, PING and ECHO it is told where the time went: CPU of this process, CPU of
+the server, and `elsewhere`, which is to fall asleep and be woken, and to wait for a core while others have it.
+`undisturbed` are those of which little went elsewhere, and `share` is how many they are. `--pin` gives each of the two
+processes a core of its own.
 """
 
 import argparse
 import asyncio
+import gc
 import json
+import math
+import os
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from cachecore.blocks import HASH_BYTES, Chain, PrefixHash
 from cachecore.events import BlockStored, Dialect, EventBatch, decode_batch, encode_batch
@@ -48,6 +56,10 @@ BLOCK_TOKENS = 16
 PACED_BLOCKS_PER_SECOND = 100_000
 TURN = 50
 """Lookups in a row before the controls have theirs."""
+BUDGET_SECONDS = 30.0
+"""Of no consequence here: a lookup that takes long is to be seen."""
+ELSEWHERE_MS_MAX = 0.1
+"""Two wake-ups on an idle machine take less. In an exchange that took more, others had the core."""
 ROOT = PrefixHash(bytes(HASH_BYTES))
 
 
@@ -59,7 +71,7 @@ class Member:
     """A gateway, as far as the index goes."""
 
     def __init__(self, url: str, schema: Schema) -> None:
-        self.store = RedisStore(parse_address(url), budget_seconds=1.0)
+        self.store = RedisStore(parse_address(url), budget_seconds=BUDGET_SECONDS)
         self.publisher = Publisher(self.store, schema)
         self.direct = RedisIndex(self.store, schema, self.publisher)
         self.mirror = MirrorIndex(self.store, schema, self.publisher, self.direct, 2 * HOLDERS * HOLDER_BLOCKS)
@@ -84,8 +96,8 @@ class Member:
 # ---- lookups ---------------------------------------------------------------------------------------------------------
 
 
-def queries(rng: random.Random) -> dict[str, Chain]:
-    return {kind: Chain(rng.randbytes(QUERY_BLOCKS * HASH_BYTES)) for kind in ("one holder", "hot", "staggered")}
+def queries(rng: random.Random, blocks: int) -> dict[str, Chain]:
+    return {kind: Chain(rng.randbytes(blocks * HASH_BYTES)) for kind in ("one holder", "hot", "staggered")}
 
 
 async def fill(member: Member, wanted: dict[str, Chain], rng: random.Random) -> None:
@@ -102,48 +114,115 @@ async def fill(member: Member, wanted: dict[str, Chain], rng: random.Random) -> 
     store(0, wanted["one holder"])
     for number in range(HOLDERS):
         store(number, wanted["hot"])
-        store(number, wanted["staggered"][: (number + 1) * (QUERY_BLOCKS // HOLDERS) * HASH_BYTES])
+        staggered = wanted["staggered"]
+        store(number, staggered[: (number + 1) * (len(staggered) // HASH_BYTES // HOLDERS) * HASH_BYTES])
         for _ in range(HOLDER_BLOCKS // QUERY_BLOCKS):
             store(number, rng.randbytes(QUERY_BLOCKS * HASH_BYTES))
         await member.publisher.flush()
 
 
-async def bench_lookups(server: Server, rounds: int) -> list[dict[str, Any]]:
+async def bench_lookups(server: Server, options: argparse.Namespace) -> list[dict[str, Any]]:
     rng, schema = random.Random(1), Schema("bench")
-    wanted = queries(rng)
-    rows: list[dict[str, Any]] = []
+    wanted = queries(rng, options.query_blocks)
+    rows = [{"case": f"lookup {kind}", "blocks": options.query_blocks} for kind in wanted]
+    await bench_mirror(server, schema, wanted, rows, options.rounds)
+    # As the gateway does once it has started. The mirror is gone by now.
+    gc.collect()
+    gc.freeze()
+    for row, chain in zip(rows, wanted.values(), strict=True):
+        row.update(await bench_direct(server, schema, chain, options.rounds))
+        if server.socket_path is None:
+            row["round_trips"] = await count_round_trips(server, schema, chain)
+    return rows
+
+
+async def bench_mirror(
+    server: Server, schema: Schema, wanted: dict[str, Chain], rows: list[dict[str, Any]], rounds: int
+) -> None:
     async with Member(server.url, schema) as member:
-        await fill(member, wanted, rng)
-        for kind, chain in wanted.items():
+        await fill(member, wanted, random.Random(2))
+        for row, (kind, chain) in zip(rows, wanted.items(), strict=True):
             answer = await member.direct.match(chain)
             if member.mirror.match(chain) != answer:
                 raise SystemExit(f"{kind}: the answers differ")
             mirror_ms = [timed_ms(lambda c=chain: member.mirror.match(c)) for _ in range(rounds)]  # type: ignore[misc]
-            row = {"case": f"lookup {kind}", "blocks": QUERY_BLOCKS, "holders": len(answer.depths)}
-            rows.append({**row, "mirror_ms": summary(mirror_ms)})
-    for row, chain in zip(rows, wanted.values(), strict=True):
-        row.update(await bench_direct(server, schema, chain, rounds))
-        row["round_trips"] = await count_round_trips(server, schema, chain)
-    return rows
+            row.update(holders=len(answer.depths), mirror_ms=summary(mirror_ms))
 
 
 async def bench_direct(server: Server, schema: Schema, chain: Chain, rounds: int) -> dict[str, Any]:
     """Lookups at the server and, in turns with them, the controls."""
-    store = RedisStore(parse_address(server.url), budget_seconds=1.0)
+    store = RedisStore(parse_address(server.url), budget_seconds=BUDGET_SECONDS)
     await store.start()
     index = RedisIndex(store, schema, Publisher(store, schema))
-    await index.match(chain)
+    calls: dict[str, Callable[[], Awaitable[object]]] = {
+        "redis": lambda: index.match(chain),
+        "ping": lambda: store.command("PING"),
+        "echo": lambda: store.command("ECHO", bytes(len(chain))),
+    }
+    for call in calls.values():
+        await call()
     server.command("CONFIG", "RESETSTAT")
-    lookups, pings, loops = list[float](), list[float](), list[float]()
-    for _ in range(rounds // TURN):
-        lookups += [await awaited_ms(lambda: index.match(chain)) for _ in range(TURN)]
-        pings += [await awaited_ms(lambda: store.command("PING")) for _ in range(TURN)]
-        loops += [timed_ms(plain_loop) for _ in range(TURN)]
+    samples: dict[str, list[Sample]] = {name: [] for name in calls}
+    loops = list[float]()
+    with Meter(server.pid) as meter:
+        for _ in range(rounds // TURN):
+            for name, call in calls.items():
+                samples[name] += [await meter.measure(call) for _ in range(TURN)]
+            loops += [timed_ms(plain_loop) for _ in range(TURN)]
     await store.close()
     statistic = server.info("commandstats")["cmdstat_evalsha"]
-    server_ms = float(statistic.partition("usec_per_call=")[2].partition(",")[0]) / 1000
-    controls = {"ping_ms": summary(pings), "loop_ms": summary(loops)}
-    return {"redis_ms": summary(lookups), "server_ms_mean": round(server_ms, 4), **controls}
+    script_ms = float(statistic.partition("usec_per_call=")[2].partition(",")[0]) / 1000
+    return {
+        **{name: report(taken) for name, taken in samples.items()},
+        "script_ms_mean": round(script_ms, 4),
+        "loop_ms": summary(loops),
+    }
+
+
+class Sample(NamedTuple):
+    """Of one exchange, where the time went."""
+
+    wall_ms: float
+    client_cpu_ms: float
+    server_cpu_ms: float
+
+    @property
+    def elsewhere_ms(self) -> float:
+        return self.wall_ms - self.client_cpu_ms - self.server_cpu_ms
+
+
+class Meter:
+    """Reads the kernel's accounts of this thread and of the server's first one, which carries all commands out."""
+
+    def __init__(self, server: int) -> None:
+        self._server = os.open(f"/proc/{server}/schedstat", os.O_RDONLY)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._server)
+
+    async def measure(self, call: Callable[[], Awaitable[object]]) -> Sample:
+        server = self._server_cpu_ms()
+        client = time.thread_time()
+        wall_ms = await awaited_ms(call)
+        client_cpu_ms = (time.thread_time() - client) * 1e3
+        return Sample(wall_ms, client_cpu_ms, self._server_cpu_ms() - server)
+
+    def _server_cpu_ms(self) -> float:
+        return int(os.pread(self._server, 100, 0).split()[0]) / 1e6
+
+
+def report(samples: list[Sample]) -> dict[str, Any]:
+    undisturbed = [sample.wall_ms for sample in samples if sample.elsewhere_ms <= ELSEWHERE_MS_MAX]
+    return {
+        "wall_ms": summary([sample.wall_ms for sample in samples]),
+        "undisturbed_ms": {"share": round(len(undisturbed) / len(samples), 3), **summary(undisturbed or [math.nan])},
+        "client_cpu_ms": summary([sample.client_cpu_ms for sample in samples]),
+        "server_cpu_ms": summary([sample.server_cpu_ms for sample in samples]),
+        "elsewhere_ms": summary([sample.elsewhere_ms for sample in samples]),
+    }
 
 
 def plain_loop() -> int:
@@ -157,7 +236,7 @@ async def count_round_trips(server: Server, schema: Schema, chain: Chain) -> flo
     """Of a lookup, at a proxy in front of the server, on a connection that has been used before."""
     proxy = FaultProxy(server.port)
     await proxy.listen()
-    store = RedisStore(parse_address(proxy.url), budget_seconds=1.0)
+    store = RedisStore(parse_address(proxy.url), budget_seconds=BUDGET_SECONDS)
     await store.start()
     index = RedisIndex(store, schema, Publisher(store, schema))
     await index.match(chain)
@@ -266,12 +345,16 @@ def cpu_ms(call: Callable[[], object]) -> float:
 async def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as directory:
-        server = start_server(Path(directory), binary=BINARIES[options.binary], persist=False)
+        server = start_server(Path(directory), binary=BINARIES[options.binary], persist=False, unix=options.unix)
         with server:
-            for row in await bench_lookups(server, options.rounds):
-                rows.append(row)
-                print(json.dumps(row), flush=True)
-            for rate in (0, PACED_BLOCKS_PER_SECOND):
+            if options.pin:
+                client_core, server_core, *_ = sorted(os.sched_getaffinity(0))
+                os.sched_setaffinity(server.pid, {server_core})
+                os.sched_setaffinity(0, {client_core})
+            for row in await bench_lookups(server, options):
+                rows.append({**row, "pinned": options.pin, "unix": options.unix, "load": round(os.getloadavg()[0], 1)})
+                print(json.dumps(rows[-1]), flush=True)
+            for rate in (0, PACED_BLOCKS_PER_SECOND) if options.seconds else ():
                 blocks = (
                     int(options.seconds * PACED_BLOCKS_PER_SECOND) // (HOLDERS * QUERY_BLOCKS) * HOLDERS * QUERY_BLOCKS
                 )
@@ -284,7 +367,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", metavar="FILE", help="write the results there too")
     parser.add_argument("--rounds", type=int, default=2000, help="lookups of each kind (default 2,000)")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of paced ingest (default 10)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of paced ingest; 0 for none (default 10)")
+    parser.add_argument("--query-blocks", type=int, default=QUERY_BLOCKS, help="of a lookup (default 512)")
+    parser.add_argument("--unix", action="store_true", help="ask the server over its socket instead of over TCP")
+    parser.add_argument("--pin", action="store_true", help="this process on one core, the server on another")
     parser.add_argument("--binary", default="valkey", choices=sorted(BINARIES), help="which server (default valkey)")
     options = parser.parse_args()
 

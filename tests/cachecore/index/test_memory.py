@@ -12,7 +12,7 @@ from cachecore.index.contract import Cleared, IndexEvent, Match, PrefixIndex, Re
 from cachecore.index.locator import Locator
 from cachecore.index.memory import MemoryIndex
 from cachecore.index.runs import Run
-from tests.cachecore.index.behaviour import A0, TEN, A, B, Driver, PrefixIndexBehaviour
+from tests.cachecore.index.behaviour import A0, TEN, A, B, C, Driver, PrefixIndexBehaviour
 from tests.cachecore.index.histories import ROOT, History, chain_of, cut, name_at, run_beside_naive, worker
 
 
@@ -282,6 +282,39 @@ def test_holders_that_come_and_go_leave_nothing() -> None:
     assert len(index._locator.runs) < 10
 
 
+def test_lives_that_overlap_do_not_use_up_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is always something to be swept, and the list of runs is no longer than it must be all the same."""
+    monkeypatch.setattr(memory, "SWEEP_RUNS", 4)
+    index = MemoryIndex()
+    for life in range(100):
+        young, old = worker("w", epoch=life), worker("w", epoch=life - 1)
+        for number in range(40):
+            index.apply(young, number, [Stored(ROOT, chain_of(life, number))])
+            if number == 20:
+                index.forget(old)
+        index.check_invariants()
+    assert len(index._locator.runs) < 200
+
+
+def test_pieces_may_lie_where_the_sweep_has_been() -> None:
+    """A run that is still to be swept becomes pieces, one of them behind the sweep: nothing dead is left there."""
+    index = Checked()
+    driver = Driver(index)
+    chain = chain_of(*range(40))
+    driver.store(A, chain_of(77))
+    driver.store(A, chain)
+    driver.store(B, chain, 36)
+    driver.remove(A, chain_of(77))
+    index.forget(B)
+    assert index.sweep(1)
+    driver.remove(A, chain, 4, 36)
+    while index.sweep(1):
+        index.check_invariants()
+    driver.store(C, chain_of(78))
+    assert index.match(chain).depths == {A0: 4}
+    assert index.stats().holdings == 9
+
+
 def test_branching_again_and_again_leaves_no_fragments() -> None:
     """A base, and branches at 31 points of it that come and go: as many runs as before them."""
     index = MemoryIndex()
@@ -369,14 +402,24 @@ def test_the_locator_grows_and_shrinks() -> None:
     assert [locator.find(name) for name in names[:11]] == [*((run, position) for position in range(10)), None]
 
 
-def test_a_locator_sized_for_its_bound_does_not_grow() -> None:
-    locator = Locator(blocks_hint=10_000)
-    size = locator.size_bytes()
+def test_a_locator_that_has_grown_a_while_goes_to_the_size_of_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cachecore.index.locator._BUCKETS_BEFORE_LEAP", 512)
+    locator = Locator(blocks_hint=20_000)
+    small = locator.size_bytes()
     run = Run(0)
     locator.runs.append(run)
     names = random.Random(4).randbytes(16 * 8000)
-    locator.add(names, run, 0)
-    run.names += names
-    locator.shrink()
-    assert locator.size_bytes() == size
+    sizes = set()
+    for start in range(0, len(names), 16 * 100):
+        piece = names[start : start + 16 * 100]
+        locator.add(piece, run, run.blocks)
+        run.names += piece
+        locator.shrink()
+        sizes.add(locator.size_bytes() // small)
+    assert sizes == {1, 2, 4, 32}
     assert locator.used_cells() == 8000
+    locator.discard(bytes(run.names[160:]), run, 10)
+    del run.names[160:]
+    locator.shrink()
+    assert locator.size_bytes() == 32 * small
+    assert locator.find(names[144:160]) == (run, 9)

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
-from cachecore.holders import Holder
-from cachecore.index.contract import IndexEvent, PrefixIndex
+from cachecore.holders import Holder, Place, Tier
+from cachecore.index.contract import IndexEvent, PrefixIndex, Stored
 from cachecore.index.redis import RedisIndex
+from cachecore.index.schema import shard_of
 from tests.cachecore.index.behaviour import PrefixIndexBehaviour
-from tests.cachecore.index.histories import History, run_beside_naive
+from tests.cachecore.index.histories import ROOT, History, chain_of, cut, name_at, run_beside_naive, worker
 from tests.cachecore.index.publishing import with_handles
 from tests.cachecore.index.remote import Remote, fresh_schema
 from tests.cachecore.store.servers import BINARIES, start_cluster, start_server
@@ -52,6 +53,24 @@ class TestBesideNaive:
     def test_places_that_are_known_to_be_rooted(self, remote: Remote, seed: int) -> None:
         """With handles the chains' roots are known, and with them which places need no looking for later beginnings."""
         run_beside_naive(WithHandles(redis_index(remote)), History(seed, conversations=4), steps=60)
+
+
+def test_a_call_looks_for_so_many_names_and_no_more(remote: Remote) -> None:
+    """L1 begins where nothing else ends, in the middle of what L0 has: it is found by asking for each name before. What
+    is past the bound comes out short. Where one goes on just behind the other there is nothing to look for."""
+    chain = chain_of(*range(520))
+    shard = [holder for number in range(1000) if shard_of(holder := worker(f"w{number}")) == 0][:24]
+    overlapping, adjacent = redis_index(remote), redis_index(remote)
+    for holder in shard:
+        for index, start in ((overlapping, 505), (adjacent, 510)):
+            index.apply(holder, 0, [Stored(ROOT, cut(chain, 0, 510))])
+            index.apply(holder, 1, [Stored(name_at(chain, start), cut(chain, start), Tier.L1)])
+    near, far = [Place(holder, Tier.L0) for holder in shard], [Place(holder, Tier.L1) for holder in shard]
+    assert adjacent.match(chain).depths == dict.fromkeys(near, 510) | dict.fromkeys(far, 520)
+    depths = dict(overlapping.match(chain).depths)
+    assert [depths.pop(place) for place in near] == [510] * 24
+    assert list(depths.values()) == [520] * 16
+    assert set(depths) < set(far)
 
 
 class WithHandles:
