@@ -194,7 +194,7 @@ class Soak:
             process.stdin.close()
         for _, process in self.processes:
             process.wait(30)
-            self.counts["ended badly"] += process.returncode != 0
+            self.ended(process.returncode)
         for thread in self.threads:
             thread.join()
         self.held_max = max(self.held_max, self.held())
@@ -215,16 +215,19 @@ class Soak:
     def kill_one(self) -> None:
         place = random.randrange(len(self.processes))
         role, process = self.processes[place]
-        self.counts["ended badly"] += process.poll() is not None
+        self.ended(process.poll())
         process.send_signal(signal.SIGKILL)
         process.wait()
         self.counts[f"killed {role}s"] += 1
         self.processes[place] = (role, self.start(role))
 
+    def ended(self, code: int | None) -> None:
+        """None is one that still ran, 0 one that was told to end."""
+        if code:
+            self.counts[f"ENDED with {code}"] += 1
+
     def faults(self) -> list[str]:
-        found = [f"{what}: {count}" for what, count in self.counts.items() if what.startswith("WRONG")]
-        if self.counts["ended badly"]:
-            found.append(f"processes that ended by themselves: {self.counts['ended badly']}")
+        found = [f"{what}: {count}" for what, count in self.counts.items() if what.startswith(("WRONG", "ENDED"))]
         if self.held_max > BYTES_MAX:
             found.append(f"the pool held {self.held_max} bytes, {BYTES_MAX} are allowed")
         if not (self.counts["stored"] and self.counts["hits"] and self.held_max > BYTES_MAX // 2):
