@@ -13,6 +13,7 @@ setup(
             optional=True,  # without a compiler or Python's headers everything runs in Python
         ),
         Extension("cachecore.prompts.native._words", ["cachecore/prompts/native/words.c"], optional=True),
+        Extension("cachecore.prompts.native._chats", ["cachecore/prompts/native/chats.c"], optional=True),
         Extension(
             "cachecore.kv.native._kernels",
             ["cachecore/kv/native/kernels.c"],

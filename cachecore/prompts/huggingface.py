@@ -26,6 +26,8 @@ from cachecore.prompts.segments import Cutter, Segmenter, added_tokens, markers_
 from cachecore.prompts.template import ChatTemplates
 from cachecore.prompts.words import WordEncoder, encode_detached
 
+# A named tuple's own constructor is a function in Python.
+_new = tuple.__new__
 SHAPES_MAX = 1024
 """Shapes of chats that are remembered; all are forgotten when there are more, as those in use are soon back."""
 _DETACHED_CHARACTERS_MIN = 1024
@@ -106,7 +108,7 @@ class HuggingFaceRenderer:
             if cutter is None:
                 self._learn_shape(request, shape, texts)
             elif (segments := cutter.split(texts)) is not None:
-                return Rendered(segments)
+                return _new(Rendered, (segments, True))
         text, certain = self._templates.render(request)
         segments = self._segmenter.split(text)
         if certain is None:

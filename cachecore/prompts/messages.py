@@ -6,7 +6,9 @@ Engines settle on one form before they render, and what they settle on decides t
 * text parts are joined with a newline for templates that print `message['content']`, and stay a list of
   `{"type": "text", "text": ...}` for templates that iterate over it (`wrap_text`); tool results are always joined;
 * `function.arguments` of a tool call becomes an object, since templates serialise it themselves;
-* only the keys that an engine knows reach the template; every role keeps its own.
+* only the keys that an engine knows reach the template; every role keeps its own;
+* a template that does not know the role `developer` is shown one system message instead, before all others;
+* the line that Claude Code puts before its system prompts, another one with every request, is left out.
 """
 
 import json
@@ -48,7 +50,12 @@ class Conversation(NamedTuple):
     """Which messages hold something besides text. Their content is the list of parts, media as `{"type": "image"}`."""
 
 
-def read_conversation(request: Mapping[str, Any], *, wrap_text: bool) -> Conversation:
+BILLING_LINE = "x-anthropic-billing-header"
+"""How the line begins that Claude Code puts before its system prompts."""
+DEVELOPER = "developer"
+
+
+def read_conversation(request: Mapping[str, Any], *, wrap_text: bool, knows_developers: bool = True) -> Conversation:
     """Normalise `request["messages"]`. Raises PromptError when they are missing, empty or malformed."""
     raw = request.get("messages")
     if not isinstance(raw, list) or not raw:
@@ -59,6 +66,8 @@ def read_conversation(request: Mapping[str, Any], *, wrap_text: bool) -> Convers
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise PromptError(f"`messages[{index}]` must be an object with a `role`")
         role, content = message["role"], message.get("content")
+        if role == "system":
+            content = _without_billing_line(content)
         if isinstance(content, str) and not wrap_text:
             normalised: Message = {"role": role, "content": content}
         else:
@@ -70,7 +79,48 @@ def read_conversation(request: Mapping[str, Any], *, wrap_text: bool) -> Convers
         if len(message) > 2 or "content" not in message:
             _copy_role_fields(message, normalised, index)
         messages.append(normalised)
+    if not knows_developers and any(message["role"] == DEVELOPER for message in messages):
+        return _with_one_system_message(messages, media)
     return Conversation(messages, media)
+
+
+def _without_billing_line(content: Any) -> Any:
+    if isinstance(content, str):
+        return content.partition("\n")[2] if content.startswith(BILLING_LINE) else content
+    if not isinstance(content, list):
+        return content
+    kept = []
+    for part in content:
+        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
+        if not isinstance(text, str) or not text.startswith(BILLING_LINE):
+            kept.append(part)
+        elif rest := text.partition("\n")[2]:
+            kept.append(rest if isinstance(part, str) else {**part, "text": rest})
+    return kept
+
+
+def _with_one_system_message(messages: Sequence[Message], media: Sequence[int]) -> Conversation:
+    """Developers' messages as the system's, and all of those as one, where they are not that already."""
+    names = ("system", DEVELOPER)
+    systems = [index for index, message in enumerate(messages) if message["role"] in names]
+    if systems == [0]:
+        first = {key: value for key, value in messages[0].items() if key != "tools"}
+        return Conversation([{**first, "role": "system"}, *messages[1:]], media)
+    texts = [text for index in systems if (text := _text_of(messages[index]["content"]))]
+    others = [index for index, message in enumerate(messages) if message["role"] not in names]
+    # What an engine makes of media there has no name.
+    moved = [0] if not set(systems).isdisjoint(media) else []
+    moved += [at for at, index in enumerate(others, start=1) if index in media]
+    merged: Message = {"role": "system", "content": "\n\n".join(texts)}
+    if moved[:1] == [0]:
+        merged["content"] = [{"type": "text", "text": merged["content"]}, {"type": "unknown"}]
+    return Conversation([merged, *(messages[index] for index in others)], moved)
+
+
+def _text_of(content: str | Sequence[Mapping[str, str]]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in content if "text" in part)
 
 
 def read_tools(request: Mapping[str, Any]) -> list[dict[str, Any]] | None:
@@ -115,6 +165,15 @@ def _parts(content: Any, index: int) -> tuple[list[dict[str, str]], bool]:
         elif text is not None:
             raise PromptError(f"`messages[{index}].content`: a {kind} part must hold a string")
     return parts, has_media
+
+
+def has_media(messages: Any) -> bool:
+    """Whether some message holds something besides text."""
+    if not isinstance(messages, list):
+        return False
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(isinstance(part, dict) and part.get("type") not in _TEXT_KEYS for part in parts)
 
 
 def _join(parts: Sequence[Mapping[str, str]]) -> str:

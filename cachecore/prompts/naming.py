@@ -30,6 +30,7 @@ from typing import Protocol
 
 from cachecore.blocks import EMPTY_CHAIN, HASH_BYTES, TOKEN_BYTES, BlockHasher, Chain, PrefixHash, pack_tokens
 from cachecore.prompts.contract import NamedPrompt, Rendered
+from cachecore.prompts.native import chats as native
 from cachecore.scope import Naming
 
 END_CHARACTERS_MIN = 256
@@ -42,6 +43,8 @@ _NODE_BYTES = 600
 _TREE_SHARE = 0.75
 _KEPT_SHARE = 0.8
 _BYTES_PER_YIELD = 2**14
+# A named tuple's own constructor is a function in Python.
+_new = tuple.__new__
 _LITTLE_ENDIAN = sys.byteorder == "little"
 _YIELD_SECONDS = 50e-6
 """Long enough for the event loop's thread to take the GIL."""
@@ -214,7 +217,7 @@ class PromptNamer:
                 counters, count = self.counters, node.token_count + (len(data) - len(node.tail)) // TOKEN_BYTES
                 counters.misses += missing
                 counters.encoded_characters += len(before)
-                return NamedPrompt(count, Chain(b"".join(chains)), rendered.complete)
+                return _new(NamedPrompt, (count, Chain(b"".join(chains)), rendered.complete))
         return self._work(encoder, naming, rendered, node, node, chains)
 
     def look_up(self, encoder: SegmentEncoder, naming: Naming, rendered: Rendered) -> Work:
@@ -269,13 +272,7 @@ class PromptNamer:
 
     def _descend(self, node: _Node, segments: Sequence[str], chains: list[bytes]) -> _Node:
         """The deepest node on the path of `segments`; `chains` gains what the path's nodes hold."""
-        beginning = node
-        for segment in segments:
-            child = node.children.get(segment)
-            if child is None:
-                break
-            node = child
-            chains.append(node.chain)
+        beginning, node = node, walk(node, segments, chains)
         if node.met_again:
             if not node.children:
                 self._kept_leaves.move_to_end(node)
@@ -336,6 +333,20 @@ class PromptNamer:
             # The rest of a branch that nobody came back to goes before anything else.
             self._new_leaves[parent] = None
             self._new_leaves.move_to_end(parent, last=False)
+
+
+def python_walk(node: _Node, segments: Sequence[str], chains: list[bytes]) -> _Node:
+    """The deepest node on the path of `segments` from a node; `chains` gains what the path's nodes hold."""
+    for segment in segments:
+        child = node.children.get(segment)
+        if child is None:
+            break
+        node = child
+        chains.append(node.chain)
+    return node
+
+
+walk = python_walk if native is None else native.walk
 
 
 class _TokenCache(dict[tuple[str, str], "array[int]"]):

@@ -8,6 +8,9 @@ their texts in between. Requests with tools, documents, images or more to a mess
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from cachecore.prompts.messages import BILLING_LINE
+from cachecore.prompts.native import chats as native
+
 SHAPE_MESSAGES_MAX = 512
 SHAPE_CHARACTERS_MAX = 16_384
 """In roles and variables, which a cache of shapes keeps."""
@@ -42,7 +45,7 @@ class Outline(NamedTuple):
         return "".join([part for pair in pairs for part in pair])
 
 
-def read_shape(request: Mapping[str, Any]) -> tuple[Shape, Sequence[str]] | None:
+def read_shape(request: Mapping[str, Any]) -> tuple[Shape, list[str]] | None:
     """The shape of a chat request and the texts of its messages; None for a request that has no shape.
 
     Says nothing about whether the request is well-formed, except that every message is a role and a text.
@@ -50,18 +53,28 @@ def read_shape(request: Mapping[str, Any]) -> tuple[Shape, Sequence[str]] | None
     variables: Hashable = None
     if not _TEMPLATE_KEYS.isdisjoint(request) and (variables := _read_variables(request)) is None:
         return None
+    return read_messages(variables, request.get("messages"), BILLING_LINE)
+
+
+def python_read_messages(variables: Hashable, messages: object, unread: str) -> tuple[Shape, list[str]] | None:
+    """What a template sees of a list of messages, and their texts; None where one is more than a role and a text, and
+    where a system message begins with a line that engines do not read."""
     roles: list[Hashable] = [variables]
     texts: list[str] = []
-    try:
-        for message in request["messages"]:
-            role, text = message["role"], message["content"]
-            if len(message) != 2 or type(role) is not str or type(text) is not str or not text:
-                return None
-            roles.append(role)
-            texts.append(text)
-    except (KeyError, TypeError, IndexError):
-        return None
+    for message in messages if type(messages) is list else ():
+        if type(message) is not dict or len(message) != 2:
+            return None
+        role, text = message.get("role"), message.get("content")
+        if type(role) is not str or type(text) is not str or not text:
+            return None
+        if role == "system" and text.startswith(unread):
+            return None
+        roles.append(role)
+        texts.append(text)
     return ((*roles,), texts) if texts else None
+
+
+read_messages = python_read_messages if native is None else native.read_messages
 
 
 def is_small(shape: Shape) -> bool:

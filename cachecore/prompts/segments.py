@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
+from cachecore.prompts.native import chats as native
 from cachecore.prompts.outlines import Outline, Slot
 
 SEGMENT_CHARACTERS_MIN = 40
@@ -196,7 +197,7 @@ class Segmenter:
             cuts.append(Cut(SEGMENT_CHARACTERS_MIN - found.start(), literal[: found.start()], segments, rest))
         return cuts
 
-    def join(self, before: str, text: str, after: str) -> str | None:
+    def join(self, before: str, text: str, after: str = "") -> str | None:
         """The three as one long segment that a marker follows; None where `text` may hold markers."""
         segment = self._long.find_joined(before, text, after)
         if segment is None and not self.search(text):
@@ -243,25 +244,41 @@ class Cutter:
         self._befores = [opening, *[cut.rest for cut in first_cuts]]
         self._leasts = [cut.least for cut in first_cuts]
 
-    def split(self, texts: Sequence[str]) -> list[str] | None:
+    def split(self, texts: list[str]) -> list[str] | None:
         """The segments of a prompt with these texts; None where they may hold markers themselves."""
         values = texts if self._in_order else self._outline.values(texts)
         if self._regular and self._head:
-            segments = self._split_regular(values)
+            segments = self._split_regular(values) if native is None else self._split_natively(values)
             if segments is not None:
                 return segments
         return self._split_each(values)
 
+    def _split_natively(self, values: list[str]) -> list[str] | None:
+        """As `_split_regular`."""
+        assert native is not None  # noqa: S101
+        segments: list[str] | None = native.cut(
+            self._segments,
+            self._befores,
+            self._leasts,
+            self._head,
+            self._join,
+            INTERNED_CHARACTERS_MIN,
+            self._size_max,
+            _LONG_TEXTS_MAX,
+            values,
+        )
+        return segments
+
     def _split_regular(self, values: Sequence[str]) -> list[str] | None:
         """As `split`; None where that must look at each text."""
-        befores = self._befores
+        befores, values = self._befores, values[: len(self._leasts)]
         joined: list[tuple[int, str]] = []
         together = "\n".join(values)
         if len(together) >= INTERNED_CHARACTERS_MIN:
             values, sizes = [*values], [*map(len, values)]
             while (size := max(sizes)) >= INTERNED_CHARACTERS_MIN:
                 index = sizes.index(size)
-                segment = self._join(befores[index], values[index], "") if size <= self._size_max else None
+                segment = self._join(befores[index], values[index]) if size <= self._size_max else None
                 if segment is None or len(joined) >= _LONG_TEXTS_MAX:
                     return None
                 joined.append((index, segment))

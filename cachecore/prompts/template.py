@@ -27,7 +27,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from cachecore.prompts.contract import PromptError
-from cachecore.prompts.messages import Conversation, Message, read_conversation, read_flags, read_tools
+from cachecore.prompts.messages import (
+    DEVELOPER,
+    Conversation,
+    Message,
+    read_conversation,
+    read_flags,
+    read_tools,
+)
 from cachecore.prompts.outlines import Outline
 from cachecore.prompts.segments import common_prefix
 from cachecore.prompts.tracing import GuardedTemplate
@@ -124,6 +131,7 @@ class ChatTemplate:
         try:
             template = self._environment.from_string(source)
             self.wrap_text = iterates_over_content(self._environment.parse(source))
+            self.knows_developers = '"developer"' in source or "'developer'" in source
         except (jinja2.TemplateError, RecursionError) as error:
             raise PromptError(f"the chat template does not compile: {error}") from error
         self._root = template.root_render_func
@@ -208,8 +216,9 @@ class ChatTemplates:
         `texts` are those of the messages, which hold nothing else but a role (`read_shape`).
         """
         try:
-            guarded = self._prepare(request)[0].guarded
-            if guarded is None:
+            template = self._prepare(request)[0]
+            guarded = template.guarded
+            if guarded is None or (not template.knows_developers and _names_developers(request)):
                 return None
             messages = [
                 {**message, "content": guarded.placeholder(index)} for index, message in enumerate(request["messages"])
@@ -225,7 +234,9 @@ class ChatTemplates:
         """The template to render, and what with. Raises PromptError."""
         tools = read_tools(request)
         template = self._select(request, tools is not None)
-        conversation = read_conversation(request, wrap_text=template.wrap_text)
+        conversation = read_conversation(
+            request, wrap_text=template.wrap_text, knows_developers=template.knows_developers
+        )
         add_generation_prompt, _ = read_flags(request)
         variables: dict[str, Any] = {"documents": None}
         if request.get("chat_template_kwargs"):
@@ -267,6 +278,10 @@ class ChatTemplates:
         else:
             self._requested.move_to_end(source)
         return template
+
+
+def _names_developers(request: Mapping[str, Any]) -> bool:
+    return any(message["role"] == DEVELOPER for message in request["messages"])
 
 
 def _guarded(source: str, special_tokens: Mapping[str, str], clock: Callable[[], datetime]) -> GuardedTemplate | None:

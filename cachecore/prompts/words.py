@@ -110,6 +110,15 @@ class WordEncoder:
             return array("I", b"".join(self._encode_parts(text)))
         # Most times only a header of the template holds added tokens, and there are few headers.
         opening, closing = self._bounds
+        if native is not None and self._kind is not None:
+            known: bytes | None = native.encode_headed(
+                self._kind, text, opening, closing, self._heads, self._words, CHUNK_CHARACTERS
+            )
+            if known is not None:
+                return array("I", known)
+        return self._encode_headed(text, opening, closing)
+
+    def _encode_headed(self, text: str, opening: str, closing: str) -> "array[int]":
         last = text.rfind(opening)
         end = text.find(closing, last) + len(closing) if last >= 0 else 0
         packed = self._heads.get(text[:end])

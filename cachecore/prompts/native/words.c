@@ -122,9 +122,10 @@ static int append(buffer *packed, PyObject *tokens)
 /* What the dictionary has for a word, or makes of it in its `__missing__`. A new reference. */
 static PyObject *look_up(PyObject *words, const unsigned char *at, const unsigned char *stop)
 {
-    PyObject *word = PyUnicode_FromKindAndData(PyUnicode_1BYTE_KIND, at, stop - at);
+    PyObject *word = PyUnicode_New(stop - at, 127);
     if (word == NULL)
         return NULL;
+    memcpy(PyUnicode_1BYTE_DATA(word), at, (size_t)(stop - at));
     PyObject *tokens = PyDict_GetItemWithError(words, word);
     if (tokens != NULL)
         Py_INCREF(tokens);
@@ -134,26 +135,18 @@ static PyObject *look_up(PyObject *words, const unsigned char *at, const unsigne
     return tokens;
 }
 
-static PyObject *encode(PyObject *module, PyObject *const *args, Py_ssize_t count)
+/* The packed token ids of a text, word by word, behind those of a head, if there is one. */
+static PyObject *encode_words(enum kind kind, PyObject *text, Py_ssize_t start, PyObject *head, PyObject *words)
 {
-    if (count != 3 || !PyUnicode_Check(args[1]) || !PyDict_Check(args[2])) {
-        PyErr_SetString(PyExc_TypeError, "encode(kind: int, text: str, words: dict)");
-        return NULL;
-    }
-    long kind = PyLong_AsLong(args[0]);
-    if (kind == -1 && PyErr_Occurred())
-        return NULL;
-    if (kind < 0 || kind >= KINDS || !PyUnicode_IS_COMPACT_ASCII(args[1])) {
-        PyErr_SetString(PyExc_ValueError, "a known kind of words, and ASCII");
-        return NULL;
-    }
-    const unsigned char *text = PyUnicode_1BYTE_DATA(args[1]);
-    const unsigned char *end = text + PyUnicode_GET_LENGTH(args[1]), *stop;
+    const unsigned char *at = PyUnicode_1BYTE_DATA(text) + start;
+    const unsigned char *end = PyUnicode_1BYTE_DATA(text) + PyUnicode_GET_LENGTH(text), *stop;
     buffer packed = {.bytes = packed.small, .room = sizeof packed.small};
     PyObject *result = NULL;
-    for (const unsigned char *at = text; at < end; at = stop) {
-        stop = word_end(at, end, (enum kind)kind);
-        PyObject *tokens = look_up(args[2], at, stop);
+    if (head != NULL && append(&packed, head) < 0)
+        goto done;
+    for (; at < end; at = stop) {
+        stop = word_end(at, end, kind);
+        PyObject *tokens = look_up(words, at, stop);
         if (tokens == NULL)
             goto done;
         int failed = append(&packed, tokens);
@@ -168,8 +161,79 @@ done:
     return result;
 }
 
+static int read_kind(PyObject *number)
+{
+    long kind = PyLong_AsLong(number);
+    if (kind >= 0 && kind < KINDS)
+        return (int)kind;
+    if (kind != -1 || !PyErr_Occurred())
+        PyErr_SetString(PyExc_ValueError, "a known kind of words");
+    return -1;
+}
+
+static PyObject *encode(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 3 || !PyUnicode_Check(args[1]) || !PyDict_Check(args[2])) {
+        PyErr_SetString(PyExc_TypeError, "encode(kind: int, text: str, words: dict)");
+        return NULL;
+    }
+    int kind = read_kind(args[0]);
+    if (kind < 0)
+        return NULL;
+    if (!PyUnicode_IS_COMPACT_ASCII(args[1])) {
+        PyErr_SetString(PyExc_ValueError, "ASCII");
+        return NULL;
+    }
+    return encode_words((enum kind)kind, args[1], 0, NULL, args[2]);
+}
+
+/* Where the last added token of a text ends: 0 without one, -1 where it does not, -2 for an error. */
+static Py_ssize_t head_end(PyObject *text, PyObject *opening, PyObject *closing)
+{
+    Py_ssize_t size = PyUnicode_GET_LENGTH(text), last = PyUnicode_Find(text, opening, 0, size, -1);
+    if (last < 0)
+        return last == -1 ? 0 : last;
+    Py_ssize_t at = PyUnicode_Find(text, closing, last, size, 1);
+    return at < 0 ? at : at + PyUnicode_GET_LENGTH(closing);
+}
+
+static PyObject *encode_headed(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 7 || !PyUnicode_Check(args[2]) || !PyUnicode_Check(args[3]) || !PyDict_Check(args[4]) ||
+        !PyDict_Check(args[5])) {
+        PyErr_SetString(PyExc_TypeError, "encode_headed(kind: int, text, opening: str, closing: str, heads: dict, "
+                                         "words: dict, characters_max: int)");
+        return NULL;
+    }
+    int kind = read_kind(args[0]);
+    Py_ssize_t characters_max = kind < 0 ? -1 : PyLong_AsSsize_t(args[6]);
+    if (kind < 0 || (characters_max == -1 && PyErr_Occurred()))
+        return NULL;
+    PyObject *text = args[1], *tokens = NULL;
+    if (!PyUnicode_Check(text) || !PyUnicode_IS_COMPACT_ASCII(text))
+        Py_RETURN_NONE;
+    Py_ssize_t end = head_end(text, args[2], args[3]);
+    if (end == -2)
+        return NULL;
+    if (end == -1 || PyUnicode_GET_LENGTH(text) - end > characters_max)
+        Py_RETURN_NONE;
+    if (end > 0) {
+        PyObject *head = PyUnicode_FromKindAndData(PyUnicode_1BYTE_KIND, PyUnicode_1BYTE_DATA(text), end);
+        if (head == NULL)
+            return NULL;
+        tokens = Py_XNewRef(PyDict_GetItemWithError(args[4], head));
+        Py_DECREF(head);
+        if (tokens == NULL)
+            return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+    }
+    PyObject *packed = encode_words((enum kind)kind, text, end, tokens, args[5]);
+    Py_XDECREF(tokens);
+    return packed;
+}
+
 static PyMethodDef methods[] = {
     {"encode", (PyCFunction)(void (*)(void))encode, METH_FASTCALL, "Packed token ids of ASCII text, word by word."},
+    {"encode_headed", (PyCFunction)(void (*)(void))encode_headed, METH_FASTCALL, "Those of a known head and a text."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -404,3 +404,17 @@ def test_threads_agree(renderers: dict[str, HuggingFaceRenderer]) -> None:
     for thread in threads:
         thread.join()
     assert results == [True] * 4
+
+
+def test_shapes_do_not_hide_what_is_done_to_messages_before_their_template_runs(chatml_directory: Path) -> None:
+    """The template of this directory knows no developers."""
+    renderer = HuggingFaceRenderer.load(chatml_directory)
+    line = "x-anthropic-billing-header: cch=1;\n"
+    for turn in range(4):
+        user = {"role": "user", "content": f"Question number {turn}, long enough to stand alone"}
+        for before in (
+            {"role": "developer", "content": "Be brief."},
+            {"role": "system", "content": line + "Be brief."},
+        ):
+            text = "".join(renderer.chat({"messages": [before, user]}).segments)
+            assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nQuestion")

@@ -4,210 +4,31 @@ import re
 from datetime import datetime
 from typing import Any
 
+import jinja2
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from cachecore.prompts.contract import PromptError
 from cachecore.prompts.messages import read_conversation, read_tools
 from cachecore.prompts.template import ChatTemplate, ChatTemplates, iterates_over_content
-
-SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
-
-CHATML = """{% for message in messages %}
-{{- '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\n' }}
-{%- endif %}
-"""
-
-SYSTEM_MERGE = """{{ bos_token }}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system_message = messages[0]['content'] | trim + '\n\n' %}
-    {%- set messages = messages[1:] %}
-{%- else %}
-    {%- set system_message = '' %}
-{%- endif %}
-{%- for message in messages %}
-    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
-        {{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
-    {%- endif %}
-    {%- if message['role'] == 'user' %}
-        {{- '[INST] ' + (system_message if loop.first else '') + message['content'] + ' [/INST]' }}
-    {%- else %}
-        {{- ' ' + message['content'] + eos_token }}
-    {%- endif %}
-{%- endfor %}"""
-
-TOOLS = """{%- if tools %}
-<|im_start|>system
-# Tools
-<tools>
-{%- for tool in tools %}
-{{ tool | tojson }}
-{%- endfor %}
-</tools>{{ tools | tojson(indent=2) }}<|im_end|>
-{% endif %}
-{%- for message in messages %}
-    {%- if message.tool_calls %}
-<|im_start|>assistant{% if message.content %}
-
-{{ message.content }}{% endif %}
-        {%- for call in message.tool_calls %}
-            {%- set call = call.function %}
-
-<tool_call>
-{"name": "{{ call.name }}", "arguments": {{ call.arguments | tojson }}}
-</tool_call>
-        {%- endfor %}<|im_end|>
-    {%- elif message.role == 'tool' %}
-        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}
-<|im_start|>user
-        {%- endif %}
-<tool_response>
-{{ message.content }}
-</tool_response>
-        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>
-{% endif %}
-    {%- else %}
-<|im_start|>{{ message.role }}
-{{ message.content }}<|im_end|>
-    {%- endif %}
-{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-
-PARTS = """{% for message in messages %}<|{{ message['role'] }}|>
-{%- if message['content'] is string %}{{ message['content'] }}
-{%- else %}
-    {%- for part in message['content'] %}
-        {%- if part['type'] == 'image' %}<image>{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}
-    {%- endfor %}
-{%- endif %}
-<|end|>
-{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
-
-THINKING = """{%- set ns = namespace(last_user=-1) %}
-{%- for message in messages %}
-    {%- if message.role == 'user' %}{% set ns.last_user = loop.index0 %}{% endif %}
-{%- endfor %}
-{%- for message in messages %}
-    {%- set content = message.content %}
-    {%- if message.role == 'assistant' and '</think>' in content %}
-        {%- if loop.index0 < ns.last_user %}
-            {%- set content = content.split('</think>')[-1].lstrip('\n') %}
-        {%- endif %}
-    {%- endif %}
-    {%- if message.role == 'assistant' and message.reasoning_content is defined and message.reasoning_content %}
-        {%- set content = '<think>\n' ~ message.reasoning_content ~ '\n</think>\n\n' ~ content %}
-    {%- endif %}
-    {{- '<|im_start|>' ~ message.role ~ '\n' ~ content ~ '<|im_end|>\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{% endif %}
-{%- endif %}"""
-
-DATES = """{{ bos_token }}{% if not date_string is defined %}
-    {%- if strftime_now is defined %}
-        {%- set date_string = strftime_now("%d %b %Y") %}
-    {%- endif %}
-{%- endif %}
-<|header|>system<|/header|>
-
-Today Date: {{ date_string }}
-
-{% for message in messages if message.role != 'system' %}<|header|>{{ message.role }}<|/header|>
-
-{{ message.content | trim }}<|eot|>{% endfor %}
-{%- if add_generation_prompt %}<|header|>assistant<|/header|>
-
-{% endif %}"""
-
-LOOP_CONTROLS = """{% macro line(role, text) -%}
-[{{ role | upper }}] {{ text | replace('\t', ' ') }}
-{%- endmacro %}
-{% for message in messages %}
-{% if message.role == 'developer' %}{% continue %}{% endif %}
-{% if message.content == 'STOP' %}{% break %}{% endif %}
-{{ line(message.role, message.content) }}
-{% endfor %}
-{% for key, value in {'a': 1, 'b': [1, 2.5, none, true]}.items() %}{{ key }}={{ value }};{% endfor %}
-"""
-
-GENERATION = """{% for message in messages %}
-    {% if message.role == 'assistant' %}
-<|assistant|>{% generation %}{{ message.content }}<|end|>{% endgeneration %}
-    {% else %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endif %}
-{% endfor %}{{ '<|assistant|>' if add_generation_prompt }}"""
-
-DOCUMENTS = """{% if documents %}{% for document in documents %}
-Document {{ loop.index }}: {{ document['title'] | default('untitled') }}: {{ document['text'] }}
-{% endfor %}{% endif %}{% for message in messages %}{{ message.role }}: {{ message.content }}{{ '\n' }}{% endfor %}"""
-
-TEMPLATES = {
-    "chatml": CHATML,
-    "system_merge": SYSTEM_MERGE,
-    "tools": TOOLS,
-    "parts": PARTS,
-    "thinking": THINKING,
-    "dates": DATES,
-    "loop_controls": LOOP_CONTROLS,
-    "generation": GENERATION,
-    "documents": DOCUMENTS,
-}
-
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "Wetter für <b>Orte</b> & mehr: 天気",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}
-CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Zürich", "days": 2}'}}
-
-REQUESTS: dict[str, dict[str, Any]] = {
-    "plain": {"messages": [{"role": "user", "content": "  Hello <b>world</b>\n\n"}]},
-    "turns": {
-        "messages": [
-            {"role": "system", "content": " Be brief. "},
-            {"role": "user", "content": "Hi 👋"},
-            {"role": "assistant", "content": "<think>\nhm\n</think>\n\nHello!"},
-            {"role": "user", "content": [{"type": "text", "text": "And\tnow"}, {"type": "text", "text": "then?"}]},
-        ],
-    },
-    "no_generation_prompt": {
-        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning": "because"}],
-        "add_generation_prompt": False,
-    },
-    "continued": {
-        "messages": [{"role": "user", "content": "Write."}, {"role": "assistant", "content": "Once upon a "}],
-        "add_generation_prompt": False,
-        "continue_final_message": True,
-    },
-    "tools": {
-        "messages": [
-            {"role": "user", "content": "Weather?"},
-            {"role": "assistant", "content": None, "tool_calls": [CALL]},
-            {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "12 °C"}]},
-            {"role": "tool", "tool_call_id": "c2", "content": "sunny"},
-            {"role": "assistant", "content": "Fine."},
-        ],
-        "tools": [TOOL],
-    },
-    "variables": {
-        "messages": [{"role": "developer", "content": "x"}, {"role": "user", "content": "y"}],
-        "chat_template_kwargs": {"enable_thinking": False, "date_string": "1 Jan 2000"},
-        "documents": [{"title": "T", "text": "body"}, {"text": "untitled body"}],
-    },
-}
+from tests.cachecore.prompts.templates import (
+    CHATML,
+    DATES,
+    PARTS,
+    REQUESTS,
+    SPECIAL,
+    SYSTEM_MERGE,
+    TEMPLATES,
+    TOOL,
+    TOOLS,
+)
 
 
 def by_transformers(template: str, request: dict[str, Any]) -> str:
-    wrap_text = ChatTemplate(template, SPECIAL).wrap_text
+    ours = ChatTemplate(template, SPECIAL)
+    conversation = read_conversation(request, wrap_text=ours.wrap_text, knows_developers=ours.knows_developers)
     rendered, _ = render_jinja_template(
-        conversations=[read_conversation(request, wrap_text=wrap_text).messages],
+        conversations=[conversation.messages],
         tools=read_tools(request),
         documents=request.get("documents"),
         chat_template=template,
@@ -228,7 +49,7 @@ def test_renders_as_transformers_does(template_name: str, request_name: str) -> 
         expected = by_transformers(template, request)
     except Exception as error:
         # Words of transformers' own differ from ours; a template's do not.
-        words = str(error) if "alternate" in str(error) else ""
+        words = str(error) if isinstance(error, jinja2.TemplateError) else "chat template"
         with pytest.raises(PromptError, match=re.escape(words)):
             templates.render(request)
         return
@@ -244,7 +65,7 @@ def test_refusals_are_the_exception() -> None:
                 ChatTemplates({"default": template}, SPECIAL).render(request)
             except PromptError:
                 refused += 1
-    assert refused <= 6
+    assert refused <= 12
 
 
 def test_a_golden_rendering() -> None:
