@@ -14,6 +14,7 @@ from enum import StrEnum
 from random import Random
 from typing import Any, NamedTuple, Protocol
 
+from policies.legs import Legs
 from policies.transfer import PullOption, PullReport, Pulls
 
 
@@ -198,6 +199,10 @@ class Receipt:
     reported_cached_tokens: int | None = None
     reported_prompt_tokens: int | None = None
     pull_report: PullReport | None = None
+    trust: str = "exact"
+    """How far the chosen worker's events were believed."""
+    legs: Legs | None = None
+    """None where no worker does nothing but prefill."""
 
     @property
     def candidate(self) -> Candidate:
@@ -216,17 +221,19 @@ class Receipt:
             "policy": self.policy,
             "worker": chosen.worker,
             "rank": chosen.rank,
-            "reason": decision.reason,
+            "reason": decision.reason if self.legs is None else f"{decision.reason}; {self.legs}",
             "prompt_tokens": self.query.prompt_tokens,
             "matched_tokens": chosen.matched_tokens,
             "confirmed_tokens": chosen.confirmed_tokens,
             "evidence": chosen.evidence.value,
+            "trust": self.trust,
             "block_size_tokens": self.block_size_tokens,
             "predicted_ttft_ms": decision.predicted_ttft_ms,
             "seen_ttft_ms": self.seen_ttft_ms,
             "reported_prompt_tokens": self.reported_prompt_tokens,
             "reported_cached_tokens": self.reported_cached_tokens,
             "pull": self._pull(),
+            "legs": None if self.legs is None else self.legs.document(),
             "renderer": self.renderer,
             "tenant": self.tenant,
             "decided_at": self.decided_at,

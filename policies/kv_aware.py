@@ -37,16 +37,16 @@ class KvAware:
     name = "kv-aware"
 
     def decide(self, query: Query, snapshot: Snapshot, random: Random) -> Decision:
-        workers = snapshot.workers
-        waits, works = expected_each(query, workers, snapshot.now)
-        price, slots = work_price(snapshot.rates, min(waits)), slot_price(workers)
+        now, workers, rates, options = snapshot
+        waits, works = expected_each(query, workers, now)
+        price, slots = work_price(rates, min(waits)), slot_price(workers)
         weight = 1.0 + (price if price > slots else slots)
-        costs = crowding_each(workers, snapshot.rates)
+        costs = crowding_each(workers, rates)
         for index, crowding in enumerate(costs):
             costs[index] = waits[index] + weight * crowding * works[index]
         pull = None
-        if snapshot.pulls is not None:
-            pulls = snapshot.pulls.lower(workers, waits, works, costs)
+        if options is not None:
+            pulls = options.lower(workers, waits, works, costs)
             best = _pick(query, workers, costs, random)
             pull = pulls.get(best)
         else:

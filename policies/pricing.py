@@ -100,14 +100,15 @@ def crowding_each(workers: Sequence[WorkerView], rates: FleetRates) -> list[floa
     nothing to do is not crowded, and a lone conversation stays where it began.
     """
     slack = CROWDING_SLACK_REQUESTS * rates.placed_unit
-    loads = [view.load for view in workers]
-    fewest = loads[0].placed
-    for load in loads:
-        if load.placed < fewest:
-            fewest = load.placed
+    fewest = workers[0].load.placed
+    for view in workers:
+        placed = view.load.placed
+        if placed < fewest:
+            fewest = placed
     base = slack + fewest
     ratios: list[float] = []
-    for load in loads:
+    for view in workers:
+        load = view.load
         ratio, most = (slack + load.placed) / base, 1.0 + load.inflight
         ratios.append(ratio if ratio < most else most)
     return ratios

@@ -244,16 +244,58 @@ def best_pull(need: Need, supplies: Iterable[tuple[Supply, LinkEstimate]], bound
     return best
 
 
-def _weigh(need: Need, before: float, supply: Supply, link: LinkEstimate, bounds: DeadlineBounds) -> PullOption | None:
+class Arrival(NamedTuple):
+    """How a pull goes if it goes as predicted; seconds."""
+
+    size_bytes: int
+    load_seconds: float
+    """With what goes first on the link."""
+    after_seconds: float
+    """What is left to compute."""
+    tail_seconds: float
+    """What of that follows when the last layer is there."""
+    first_token_seconds: float
+
+
+def arrival(need: Need, supply: Supply, link: LinkEstimate) -> Arrival:
+    """See the module's opening."""
     prompt, _, confirmed, wait, prefill, decoding = need
-    source, depth, fidelity, codec, bytes_per_token, ahead = supply
+    _, depth, _, _, bytes_per_token, ahead = supply
     size = round((depth - confirmed) * bytes_per_token)
     after = prefill.prefill_seconds(prompt - depth, depth, decoding)
     constant = prefill.prefill_seconds(0, depth, decoding)
     tail = constant + (after - constant) / LAYERS
     load, latency = link.transfer_seconds(ahead + size), link.transfer_seconds(0)
     head = latency + (load - latency) / LAYERS
-    pulled, computed = max(max(wait, head) + after, load + tail), wait + before
+    return Arrival(size, load, after, tail, max(max(wait, head) + after, load + tail))
+
+
+def promised_pull(need: Need, supply: Supply, expected: Arrival, bounds: DeadlineBounds) -> PullOption:
+    """The pull of what its source has computed for it. That is paid for: it gets twice what it should take, even where
+    computing would be sooner by itself."""
+    prompt, matched, confirmed, wait, prefill, decoding = need
+    computed = wait + prefill.prefill_seconds(prompt - matched, matched, decoding)
+    patience = max(computed - expected.tail_seconds, 2.0 * expected.load_seconds)
+    return PullOption(
+        supply.source,
+        confirmed,
+        supply.tokens,
+        supply.codec,
+        supply.fidelity,
+        expected.size_bytes,
+        supply.ahead_bytes,
+        expected.load_seconds,
+        expected.after_seconds,
+        max(computed - expected.first_token_seconds, 0.0),
+        min(max(patience, bounds.seconds_min), bounds.seconds_max),
+    )
+
+
+def _weigh(need: Need, before: float, supply: Supply, link: LinkEstimate, bounds: DeadlineBounds) -> PullOption | None:
+    source, depth, fidelity, codec, _, ahead = supply
+    confirmed, wait = need.confirmed_tokens, need.wait_seconds
+    size, load, after, tail, pulled = arrival(need, supply, link)
+    computed = wait + before
     if pulled >= computed:
         return None
     deadline = min(max(computed - tail, bounds.seconds_min), bounds.seconds_max)

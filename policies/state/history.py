@@ -3,9 +3,12 @@
 Every routed request is recorded, whichever rule chose its worker. What a worker is believed to hold is bounded by the
 blocks it was sent most recently, as its own cache is; a conversation's turn replaces the turn before, whose blocks it
 repeats.
+
+Of a worker whose events speak for it requests are only noted, which costs next to nothing: should the events fail, what
+was noted is recorded then.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 
 from policies.state.chains import HASH_BYTES, ChainStore
@@ -27,6 +30,16 @@ class _WorkerHistory:
         self.blocks = 0
 
 
+class _Notes:
+    """Chains sent to a worker of which no history is kept, oldest first."""
+
+    __slots__ = ("bytes", "chains")
+
+    def __init__(self) -> None:
+        self.chains: deque[bytes] = deque()
+        self.bytes = 0
+
+
 class RoutingHistory:
     """Own routing history over a counted `ChainStore`, bounded per worker."""
 
@@ -37,6 +50,7 @@ class RoutingHistory:
         self._worker_blocks_max = worker_blocks_max
         self._worker_bytes_max = worker_blocks_max * HASH_BYTES
         self._workers: dict[WorkerKey, _WorkerHistory] = {}
+        self._noted: dict[WorkerKey, _Notes] = {}
         self._asked = _NOTHING_ASKED
         """The last question for depths and its answer, which still holds: the prompt will be recorded next."""
 
@@ -57,8 +71,9 @@ class RoutingHistory:
 
     def record(self, key: WorkerKey, chain: bytes) -> None:
         """A prompt with this chain was sent to `key`. Of a chain longer than the bound, the beginning is kept."""
-        if len(chain) > self._worker_bytes_max:
-            chain = chain[: self._worker_bytes_max]
+        size_bytes = len(chain)
+        if size_bytes > self._worker_bytes_max:
+            chain, size_bytes = chain[: self._worker_bytes_max], self._worker_bytes_max
         if not chain:
             return
         history = self._workers.get(key)
@@ -72,20 +87,36 @@ class RoutingHistory:
         depth = (depths if asked == chain else self._store.depths(chain)).get(key, 0)
         self._asked = _NOTHING_ASKED
         # Where an earlier chain ends at the depth we share, this one contains it whole.
-        shared = chain[(depth - 1) * HASH_BYTES : depth * HASH_BYTES] if depth else b""
-        if shared in chains:
-            earlier = chains.pop(shared)
+        earlier = chains.pop(chain[(depth - 1) * HASH_BYTES : depth * HASH_BYTES], None) if depth else None
+        if earlier is not None:
             self._store.extend(key, earlier, chain)
             history.blocks -= len(earlier) // HASH_BYTES
         else:
             self._store.store(key, chain)
         chains[tail] = chain
-        history.blocks += len(chain) // HASH_BYTES
+        history.blocks += size_bytes // HASH_BYTES
         while history.blocks > self._worker_blocks_max:
             self._drop(key, history, next(iter(chains)))
 
+    def note(self, key: WorkerKey, chain: bytes) -> None:
+        """In place of `record`, for a worker whose history is not asked for now. Bounded as history is."""
+        notes = self._noted.get(key)
+        if notes is None:
+            notes = self._noted[key] = _Notes()
+        notes.chains.append(chain)
+        notes.bytes += len(chain)
+        while notes.bytes > self._worker_bytes_max:
+            notes.bytes -= len(notes.chains.popleft())
+
+    def recall(self, key: WorkerKey) -> None:
+        """The worker's history is asked for from now on: record what was noted."""
+        notes = self._noted.pop(key, None)
+        for chain in notes.chains if notes is not None else ():
+            self.record(key, chain)
+
     def forget(self, key: WorkerKey) -> None:
         """The worker is gone or has restarted."""
+        self._noted.pop(key, None)
         self._asked = _NOTHING_ASKED
         if self._workers.pop(key, None) is not None:
             self._store.forget(key)

@@ -89,3 +89,32 @@ def test_an_empty_chain_and_a_nonsense_bound(store):
     assert history.blocks(A) == 0
     with pytest.raises(ValueError, match="must be positive"):
         RoutingHistory(store, 0)
+
+
+def test_what_was_noted_is_recorded_once_it_is_asked_for(store, chain):
+    history = RoutingHistory(store, worker_blocks_max=8)
+    for text in ("one", "other", "further", "six", "sevens"):
+        history.note(A, chain(text))
+    history.note(B, chain("one"))
+    assert history.depths(chain("sevens")) == {}
+    history.recall(A)
+    assert history.depths(chain("sevens")) == {A: 6}
+    assert history.depths(chain("one")) == {}, "what a worker is noted to have is bounded as its history is"
+    history.recall(A)
+    assert history.blocks(A) == 6
+
+
+def test_a_note_beyond_the_bound_is_no_note(store, chain):
+    history = RoutingHistory(store, worker_blocks_max=2)
+    history.note(A, chain("abc"))
+    history.note(A, chain("ab"))
+    history.recall(A)
+    assert history.blocks(A) == 2
+
+
+def test_notes_of_a_worker_that_is_gone_are_forgotten(store, chain):
+    history = RoutingHistory(store)
+    history.note(A, chain("one"))
+    history.forget(A)
+    history.recall(A)
+    assert history.depths(chain("one")) == {}
