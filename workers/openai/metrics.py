@@ -1,6 +1,6 @@
 """`/metrics` under vLLM's names, so that one scraper reads every engine; and what moved of KV, under ours."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
@@ -59,6 +59,17 @@ class EngineCollector(Collector):
         family = GaugeMetricFamily("vllm:cache_config_info", "Configuration of the KV cache.", labels=labels)
         family.add_metric((*self._values, str(info.block_size_tokens), str(info.blocks_total)), 1)
         return family
+
+
+class TransferCollector(Collector):
+    """Of an engine that tells everything else itself."""
+
+    def __init__(self, model: str, rank: int, read: Callable[[], TransferMetrics]) -> None:
+        self._values = (model, str(rank))
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        yield from _transfers(self._read(), self._values)
 
 
 def _transfers(transfer: TransferMetrics, values: tuple[str, str]) -> Iterator[Metric]:

@@ -7,7 +7,7 @@ from msgspec import Meta
 
 from workers.simulated.link import TransferFault
 
-EventFault = Literal["drop", "reorder", "duplicate", "silence"]
+EventFault = Literal["drop", "reorder", "duplicate", "silence", "mute", "hoard", "close"]
 Milliseconds = Annotated[float, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=0)]
 
@@ -43,7 +43,8 @@ class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """How many requests standing faults apply to; None for all."""
     events: EventFault | None = None
     """drop: lose batches on the way; reorder: each second batch before the first; duplicate: send twice; silence: send
-    and keep nothing, not even for replay."""
+    and keep nothing, not even for replay; mute: say nothing in batches that are sent as ever; hoard: say nothing of
+    what is removed; close: close the socket, and open it again once this fault is over."""
     events_batches: Count | None = None
     """How many batches `events` applies to; None for all."""
     transfer: TransferFault | None = None

@@ -8,55 +8,14 @@ from random import Random
 import pytest
 
 from cachecore.blocks import BlockHasher
-from cachecore.events import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    Dialect,
-    EventBatch,
-    decode_batch,
-    encode_batch,
-)
+from cachecore.events import BlockRemoved, Dialect, EventBatch, encode_batch
+from tests.workers.following import Follower
 from workers.engine import Generation, Sampling
 from workers.simulated.cache import BlockCache
 from workers.simulated.journal import handle_of, kv_events
 from workers.simulated.scheduler import Scheduler, SchedulerLimits, Work
 
 BLOCK = 4
-
-
-class Follower:
-    """What a subscriber makes of a stream: copies by handle, and the prompt that each handle stands for."""
-
-    def __init__(self) -> None:
-        self.copies: Counter[int] = Counter()
-        self.prefixes: dict[int, tuple[str, str, tuple[int, ...]]] = {}
-
-    def take(self, payload: bytes) -> None:
-        batch = decode_batch(payload)
-        assert batch.malformed == 0
-        for event in batch.events:
-            match event:
-                case BlockStored():
-                    self.store(event)
-                case BlockRemoved():
-                    assert all(self.copies[handle] > 0 for handle in event.block_hashes)
-                    self.copies -= Counter(event.block_hashes)
-                case AllBlocksCleared():
-                    self.copies.clear()
-
-    def store(self, event: BlockStored) -> None:
-        assert len(event.token_ids) == len(event.block_hashes) * event.block_size
-        if event.parent_block_hash is None:
-            salt, adapter, tokens = event.cache_salt or "", event.lora_name or "", ()
-        else:
-            assert self.copies[event.parent_block_hash] > 0, "the parent is not held"
-            salt, adapter, tokens = self.prefixes[event.parent_block_hash]
-        for number, handle in enumerate(event.block_hashes):
-            tokens = (*tokens, *event.token_ids[number * BLOCK : (number + 1) * BLOCK])
-            known = self.prefixes.setdefault(handle, (salt, adapter, tokens))
-            assert known == (salt, adapter, tokens), "one handle stands for two prompts"
-            self.copies[handle] += 1
 
 
 def prompts(random: Random) -> Iterable[list[int]]:
@@ -76,7 +35,6 @@ def test_events_and_contents_agree_after_every_step(dialect: Dialect, seed: int)
     follower = Follower()
     source = iter(prompts(random))
     live: list[Work] = []
-    removals = 0
     for step_number in range(400):
         if random.random() < 0.5:
             sampling = Sampling(random.randrange(1, 30))
@@ -89,11 +47,10 @@ def test_events_and_contents_agree_after_every_step(dialect: Dialect, seed: int)
             scheduler.reset()
         scheduler.complete(scheduler.schedule())
         events = kv_events(scheduler.cache.take_journal(), dialect, BLOCK)
-        removals += sum(isinstance(event, BlockRemoved) for event in events)
         follower.take(encode_batch(EventBatch(0.0, events, 0), dialect))
         held = {handle_of(name): copies for name, copies in scheduler.cache.contents().items()}
         assert +follower.copies == Counter(held)
-    assert removals > 50
+    assert follower.removed > 50
     assert scheduler.counters.hit_tokens > 100
     assert scheduler.counters.preemptions > 0
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import zmq
 
-from cachecore.events import decode_batch
+from cachecore.events import AllBlocksCleared, BlockStored, decode_batch
 from workers.publisher import END_OF_REPLAY
 from workers.simulated.fleet import SimulatedWorker
 
@@ -212,6 +212,61 @@ async def test_event_faults(
         assert [first, *heard(socket, len(live) - 1)] == [first + number for number in live]
         assert not socket.poll(50)
         assert [number - first for number in replayed(worker, context) if number >= first] == kept
+    finally:
+        socket.close(linger=0)
+        context.term()
+
+
+@pytest.mark.parametrize(("fault", "kinds"), [("mute", set()), ("hoard", {BlockStored})])
+async def test_events_that_are_left_out(
+    http: httpx.AsyncClient, worker: SimulatedWorker, fault: str, kinds: set[type]
+) -> None:
+    """Batches come, numbered as ever, and again by replay."""
+    context: zmq.Context[Any] = zmq.Context()
+    socket = context.socket(zmq.XSUB)
+    try:
+        assert worker.publisher is not None
+        socket.connect(worker.publisher.endpoint)
+        socket.send(b"\x01kv-events")
+        await subscribed(worker, socket)
+        await http.post("/simulate", json={"events": fault, "events_batches": 3})
+        batches = []
+        for number in range(4):
+            await http.post("/v1/completions", json={"prompt": [number] * 20, "max_tokens": 1})
+            await worker.engine.reset_prefix_cache()
+        while len(batches) < 8:
+            assert socket.poll(5000)
+            batches.append(socket.recv_multipart())
+        numbers = [struct.unpack(">Q", batch[1])[0] for batch in batches]
+        assert numbers == list(range(numbers[0], numbers[0] + 8))
+        said = [{type(event) for event in decode_batch(batch[2]).events} for batch in batches]
+        assert set().union(*said[:3]) == kinds
+        assert set().union(*said[3:]) == {BlockStored, AllBlocksCleared}
+    finally:
+        socket.close(linger=0)
+        context.term()
+
+
+async def test_a_socket_that_is_closed_and_opened_again(http: httpx.AsyncClient, worker: SimulatedWorker) -> None:
+    context: zmq.Context[Any] = zmq.Context()
+    socket = context.socket(zmq.XSUB)
+    try:
+        assert worker.publisher is not None
+        endpoint = worker.publisher.endpoint
+        socket.setsockopt(zmq.RECONNECT_IVL, 10)
+        socket.connect(endpoint)
+        socket.send(b"\x01kv-events")
+        await subscribed(worker, socket)
+        last = worker.publisher.next_sequence
+        await http.post("/simulate", json={"events": "close"})
+        await http.post("/v1/completions", json={"prompt": [1] * 20, "max_tokens": 1})
+        assert not socket.poll(50)
+        await http.delete("/simulate")
+        await subscribed(worker, socket)
+        assert worker.publisher.endpoint == endpoint
+        await http.post("/v1/completions", json={"prompt": [2] * 20, "max_tokens": 1})
+        assert heard(socket, 1)[0] > last
+        assert last in replayed(worker, context), "what was said meanwhile can be asked for"
     finally:
         socket.close(linger=0)
         context.term()
