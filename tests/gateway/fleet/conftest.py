@@ -1,10 +1,14 @@
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from typing import Any
 
+import httpx
 import pytest
 
 from cachecore.index.schema import Schema
 from cachecore.store import RedisStore, parse_address
+from gateway.fleet.engines.questions import Questions
 from tests.cachecore.store.servers import Server, start_server
+from tests.gateway.fleet.scripted_engine import Asker, Reply, ScriptedEngine, running
 
 
 @pytest.fixture(scope="session")
@@ -25,3 +29,23 @@ async def store(valkey: Server) -> AsyncIterator[RedisStore]:
 @pytest.fixture
 def schema() -> Schema:
     return Schema("test")
+
+
+Scripted = Callable[..., Any]
+
+
+@pytest.fixture
+async def scripted() -> AsyncIterator[Scripted]:
+    """Starts scripted engines: `await scripted({"/v1/models": ...}, server="...")`."""
+    contexts = []
+    async with httpx.AsyncClient(trust_env=False, timeout=5.0) as http:
+
+        async def start(script: Mapping[str, Reply], server: str = "") -> Asker:
+            context = running(ScriptedEngine(script, server))
+            engine = await context.__aenter__()
+            contexts.append(context)
+            return Asker(engine, Questions(http, engine.url))
+
+        yield start
+        for context in contexts:
+            await context.__aexit__(None, None, None)

@@ -6,10 +6,11 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from cachecore.store import RedisStore, parse_address
-from gateway.config import WorkerConfig
+from gateway.config import EventsConfig, WorkerConfig
 from gateway.errors import NotFound, NoWorker
 from gateway.fleet.directory import Directory
 from gateway.fleet.worker import WorkerRecord
@@ -132,6 +133,25 @@ async def test_a_worker_registered_with_one_is_known_to_all_and_removed_from_all
         await b.directory.remove(record.name)
         await until(lambda: a.fleet.urls == b.fleet.urls == c.fleet.urls == {})
         assert entries(server)[record.name]["removed"] is True
+
+
+async def test_all_that_is_said_of_a_worker_travels_and_what_a_later_version_says_is_left_out(server):
+    said = WorkerConfig(
+        url="http://127.0.0.1:9003/",
+        name="three",
+        engine="vllm",
+        sidecar="http://127.0.0.1:9103",
+        events=EventsConfig(endpoint="tcp://127.0.0.1:5557", topic="kv", bind=True),
+    )
+    async with gateways(server, (), ()) as [a, b]:
+        await a.directory.register(said)
+        await until(lambda: "three" in b.fleet.workers)
+        assert b.fleet.workers["three"].config == msgspec.structs.replace(said, url="http://127.0.0.1:9003")
+        entry = entries(server)["three"]
+        assert set(entry) == {"url", "engine", "sidecar", "events", "until_ms"}
+        server.command("HSET", KEY, "four", json.dumps({**entry, "url": "http://127.0.0.1:9004", "colour": "red"}))
+        await until(lambda: "four" in b.fleet.workers)
+        assert b.fleet.registrations == 2
 
 
 async def test_it_is_found_without_a_note_as_well(server):

@@ -9,12 +9,12 @@ import pytest
 
 from cachecore.index.memory import MemoryIndex
 from gateway.config import ProbesConfig, WorkerConfig
-from gateway.fleet import probe
+from gateway.fleet.engines.contract import EngineLoad
+from gateway.fleet.engines.discovery import ADAPTERS
+from gateway.fleet.engines.questions import ProbeError, Questions
 from gateway.fleet.knowledge import Knowledge
-from gateway.fleet.probe import ProbeError
 from gateway.fleet.registry import Fleet
 from gateway.fleet.streams import Intakes, OwnStreams
-from gateway.fleet.worker import EngineLoad
 
 VLLM = """# HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge
@@ -56,14 +56,14 @@ async def serving(answer: Answer) -> AsyncIterator[str]:
         server.close()
 
 
-async def ask(status: int, body: str) -> EngineLoad | None:
+async def ask(status: int, body: str, engine: str = "vllm") -> EngineLoad | None:
     async with serving(lambda _: (status, body)) as url, httpx.AsyncClient(trust_env=False) as http:
-        return await probe.load(http, url)
+        return await ADAPTERS[engine].load(Questions(http, url))
 
 
-@pytest.mark.parametrize(("text", "running", "waiting"), [(VLLM, 8, 2), (SGLANG, 7, 1)])
-async def test_all_ranks_are_added_up(text: str, running: int, waiting: int) -> None:
-    load = await ask(200, text)
+@pytest.mark.parametrize(("engine", "text", "running", "waiting"), [("vllm", VLLM, 8, 2), ("sglang", SGLANG, 7, 1)])
+async def test_all_ranks_are_added_up(engine: str, text: str, running: int, waiting: int) -> None:
+    load = await ask(200, text, engine)
     assert load is not None
     assert (load.running, load.waiting) == (running, waiting)
 

@@ -4,6 +4,7 @@ Real publishers, a real server; gateways are their parts in one process.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -22,9 +23,11 @@ from cachecore.index.schema import Schema
 from cachecore.scope import DEFAULT_TENANT, Fidelity, IdentityScope, Keyring, Naming, Salt
 from cachecore.store import RedisStore, parse_address
 from gateway.config import WorkerConfig
+from gateway.fleet.engines.contract import Discovery, EventEndpoints
 from gateway.fleet.ownership import LeasedStreams, rendezvous
 from gateway.fleet.streams import Intakes
-from gateway.fleet.worker import Discovery, EventEndpoints, ModelPool, WorkerRecord
+from gateway.fleet.trust import TrustLevel
+from gateway.fleet.worker import ModelPool, WorkerRecord
 from tests.cachecore.store.servers import Server
 from workers.publisher import EventPublisher
 
@@ -41,13 +44,15 @@ class Engine:
         self.name = name
         self.publisher = EventPublisher()
         self.holder = Worker(WorkerName(name), Epoch(5), 0)
+        self.now: Callable[[], float] = lambda: 0.0
+        """What its batches say when they were made; 0 where they do not."""
 
     def record(self) -> WorkerRecord:
         """As one more gateway has it."""
         record = WorkerRecord.of(WorkerConfig(url="http://127.0.0.1:1", name=self.name))
         record.epoch, record.holders = self.holder.epoch, (self.holder,)
         endpoint, replay, topic = self.publisher.endpoint, self.publisher.replay_endpoint, self.publisher.config.topic
-        record.discovery = Discovery({}, events=EventEndpoints(endpoint, replay, topic))
+        record.discovery = Discovery({}, events=EventEndpoints.at(endpoint, replay, topic))
         return record
 
     def store(self, *blocks: int) -> None:
@@ -65,7 +70,7 @@ class Engine:
         self._publish(BlockRemoved(blocks))
 
     def _publish(self, event: Any) -> None:
-        self.publisher.publish(EventBatch(0.0, (event,), rank=0))
+        self.publisher.publish(EventBatch(self.now(), (event,), rank=0))
 
 
 def chain_of(*blocks: int) -> Chain:
@@ -116,7 +121,7 @@ class Member:
 
     @property
     def trusted(self) -> bool:
-        return all(record.events_trusted for record in self.records)
+        return all(record.trust.level is TrustLevel.EXACT for record in self.records)
 
     def holds(self, engine: Engine) -> set[bytes]:
         return set(self.index.holdings(engine.holder, Tier.L0))
@@ -261,7 +266,7 @@ async def test_a_worker_that_leaves_is_followed_no_more(
         await until(lambda: len(member.owned) == 2, "it owns both")
         left, kept = member.records
         await member.streams.leave(left)
-        assert (left.events_trusted, left.intakes) == (False, [])
+        assert (left.trust.level, left.intakes) == (TrustLevel.HISTORY, [])
         assert member.owned == {kept.name}
         assert await store.command(b"GET", schema.lease(left.holders[0])) is None
         assert await store.command(b"GET", schema.lease(kept.holders[0])) == b"a"
@@ -275,3 +280,34 @@ def test_a_new_gateway_takes_its_own_share_and_no_other() -> None:
     assert {after[holder] for holder in moved} == {"d"}
     assert 60 <= len(moved) <= 140
     assert {holder: rendezvous(holder, "cba") for holder in holders} == before
+
+
+async def empty(member: Member, record: WorkerRecord) -> None:
+    """As a fleet does when a worker's cache was emptied without a word for it (`Fleet._begin_again`)."""
+    (holder,) = record.holders
+    member.index.forget(holder)
+    await member.streams.leave(record)
+    member.index.forget(holder)
+    assert record.discovery is not None
+    assert record.discovery.events is not None
+    record.discovery.events = record.discovery.events.since(time.time())
+    await member.streams.follow(record, ModelPool("m", block_size_tokens=BLOCK))
+
+
+@pytest.mark.parametrize("owner_first", [True, False])
+async def test_what_all_have_seen_emptied_is_told_by_nobody_again(
+    valkey: Server, store: RedisStore, schema: Schema, engines: list[Engine], owner_first: bool
+) -> None:
+    """Replays and the last follower's state both still hold it."""
+    engine = engines[0]
+    engine.now = time.time
+    async with fleet(valkey.url, schema, "ab", engines[:1]) as members:
+        engine.store(1, 2, 3)
+        await until(lambda: all(len(m.holds(engine)) == 3 for m in members), "the blocks are known")
+        await until(lambda: any(m.owned for m in members), "somebody owns the stream")
+        for member in sorted(members, key=lambda m: bool(m.owned) is not owner_first):
+            await empty(member, member.records[0])
+        await until(lambda: all(m.trusted for m in members) and any(m.owned for m in members), "it is followed again")
+        engine.store(7, 8)
+        held = set(split_chain(chain_of(7, 8)))
+        await until(lambda: all(m.holds(engine) == held for m in members), "what came after is known, and nothing else")

@@ -19,8 +19,9 @@ from cachecore.store.pools import Accepted, DirectoryPool, Extent, PoolBounds, P
 from cachecore.store.pools.journal import Journal, PoolCleared, RunDocument, RunRemoved, RunStored
 from cachecore.transfer.capability import Run
 from gateway.config import WorkerConfig
+from gateway.fleet.engines.contract import Discovery, OpenPool, TransferAbility
 from gateway.fleet.pools import PoolFollower, PoolKnowledge, PoolMatch
-from gateway.fleet.worker import Discovery, OpenPool, TransferAbility, WorkerRecord
+from gateway.fleet.worker import WorkerRecord
 from gateway.views.pools import PoolCollector
 from workers.openai.pools import mount_pools
 from workers.openai.server import WorkerServer

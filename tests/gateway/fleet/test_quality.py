@@ -11,8 +11,9 @@ import pytest
 
 from cachecore.holders import Epoch, Worker, WorkerName
 from gateway.config import WorkerConfig
+from gateway.fleet.engines.contract import Discovery, TransferAbility
 from gateway.fleet.quality import QualityFollower
-from gateway.fleet.worker import Discovery, ModelPool, TransferAbility, WorkerRecord
+from gateway.fleet.worker import ModelPool, WorkerRecord
 from policies.state.guard import GuardSettings, QualityGuard
 
 BAD = {"tenant": "t", "codec": "i8", "fidelity": "quantized", "recompute_fraction": 0.0, "kl": 0.5, "top1": 0.8}

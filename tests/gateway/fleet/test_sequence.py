@@ -278,3 +278,39 @@ def test_a_live_batch_is_as_good_as_a_replayed_one_to_show_who_publishes():
     tracker = resumed(7)
     assert tracker.live(*batch(8)) == []
     assert tracker.replay_ended(complete=True) == [batch(8)]
+
+
+# ---- doubt -----------------------------------------------------------------------------------------------------------
+
+DOUBTED = Void(VoidReason.DOUBT)
+
+
+def test_what_is_doubted_is_read_again_from_the_beginning():
+    tracker = SequenceTracker()
+    for sequence in range(3):
+        tracker.live(sequence, b"%d" % sequence)
+    tracker.replay_ended(complete=True)
+    assert tracker.doubt(reread=True) == [DOUBTED, Replay(0)]
+    assert tracker.live(3, b"3") == []
+    assert tracker.replayed(1, b"1") == [Apply(1, b"1")], "as far back as the publisher goes"
+    assert tracker.replayed(2, b"2") == [Apply(2, b"2")]
+    assert tracker.replay_ended(complete=True) == [Apply(3, b"3")]
+
+
+def test_where_nobody_replays_a_doubted_stream_goes_on():
+    tracker = SequenceTracker()
+    tracker.live(4, b"4")
+    tracker.replay_ended(complete=False)
+    assert tracker.doubt(reread=True) == [DOUBTED, Replay(0)]
+    assert tracker.replay_ended(complete=False) == []
+    assert tracker.live(5, b"5") == [Replay(0)]
+    assert tracker.replay_ended(complete=False) == [Apply(5, b"5")]
+
+
+def test_what_is_doubted_may_be_forgotten_alone():
+    tracker = SequenceTracker()
+    tracker.start()
+    tracker.replay_ended(complete=True)
+    tracker.live(0, b"0")
+    assert tracker.doubt(reread=False) == [DOUBTED]
+    assert tracker.live(1, b"1") == [Apply(1, b"1")]

@@ -10,9 +10,10 @@ from cachecore.index.redis import read_records
 from cachecore.index.schema import Schema
 from cachecore.store import RedisStore
 from gateway.config import WorkerConfig
+from gateway.fleet.engines.contract import Discovery
 from gateway.fleet.registry import Fleet
 from gateway.fleet.sweeper import ABANDONED_SECONDS, Sweeper
-from gateway.fleet.worker import Discovery, WorkerRecord
+from gateway.fleet.worker import WorkerRecord
 from tests.cachecore.index.histories import chain_of
 from tests.cachecore.index.publishing import stored
 

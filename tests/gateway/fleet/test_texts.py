@@ -11,8 +11,10 @@ from cachecore.index.content import MemoryContentIndex
 from cachecore.index.content_feed import ContentFeed
 from cachecore.scope import DEFAULT_TENANT, IdentityScope, Keyring, Naming
 from gateway.config import WorkerConfig
+from gateway.fleet.engines.contract import Discovery, EventEndpoints
 from gateway.fleet.texts import TextStreams
-from gateway.fleet.worker import Discovery, EventEndpoints, ModelPool, WorkerRecord
+from gateway.fleet.trust import TrustLevel
+from gateway.fleet.worker import ModelPool, WorkerRecord
 from workers.publisher import EventPublisher
 
 KEYRING = Keyring({0: bytes(32)}, 0)
@@ -46,7 +48,7 @@ def publisher():
 def record_of(publisher):
     record = WorkerRecord.of(WorkerConfig(url="http://127.0.0.1:1", name="w"))
     record.epoch, record.holders = Epoch(5), (Worker(WorkerName("w"), Epoch(5), 0),)
-    endpoints = EventEndpoints(publisher.endpoint, publisher.replay_endpoint, publisher.config.topic)
+    endpoints = EventEndpoints.at(publisher.endpoint, publisher.replay_endpoint, publisher.config.topic)
     record.discovery = Discovery({}, events=endpoints)
     return record
 
@@ -63,7 +65,7 @@ async def test_texts_of_a_stream_that_another_gateway_follows(publisher):
                 while not feed.index.find(content):
                     await asyncio.sleep(0.01)
             assert len(feed.index) == 1
-        assert (record.intakes, record.events_trusted) == ([], False)
+        assert (record.intakes, record.trust.level) == ([], TrustLevel.HISTORY)
         await streams.leave(record)
         assert feed.index.find(content) == []
     finally:

@@ -8,8 +8,10 @@ import httpx
 import pytest
 
 from cachecore.holders import Epoch, Worker, WorkerName
-from gateway.fleet import probe
-from gateway.fleet.worker import Discovery, OpenPool
+from gateway.config import WorkerConfig
+from gateway.fleet.engines.contract import Discovery, OpenPool
+from gateway.fleet.engines.discovery import discover as discover_worker
+from gateway.fleet.engines.questions import Questions
 
 SAID = {
     "holder": "w/worker-a/7/0",
@@ -35,7 +37,8 @@ async def discover(transfer: Any) -> Discovery:
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server, httpx.AsyncClient(trust_env=False) as http:
-        return await probe.discover(http, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        return (await discover_worker(Questions(http, url), WorkerConfig(url=url))).discovery
 
 
 async def test_what_it_can_do() -> None:
