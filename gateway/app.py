@@ -156,7 +156,8 @@ def _add_admin_routes(
 
     @app.post("/admin/workers", dependencies=admin, status_code=201)
     async def add_worker(request: Request) -> dict[str, Any]:
-        """Register `{"url": ..., "name"?, "model"?, "block_size_tokens"?}`; it takes requests after its first probe."""
+        """Register `{"url": ...}` and further keys of a worker's configuration; it takes requests after its first
+        probe."""
         try:
             config = msgspec.json.decode(await request.body(), type=WorkerConfig)
         except (msgspec.DecodeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The gateway's subcommands: `serve`, `up`, `keys`.
+"""The gateway's subcommands: `serve`, `up`, `keys`, `index`, `events`.
 
 Whatever a command needs is imported when it runs, so that `ropeway --help` stays quick.
 """
@@ -23,6 +23,7 @@ def add_parsers(subparsers: "Subparsers") -> None:
     _add_serve(subparsers)
     _add_keys(subparsers)
     _add_index(subparsers)
+    _add_events(subparsers)
 
 
 def _add_up(subparsers: "Subparsers") -> None:
@@ -33,10 +34,13 @@ def _add_up(subparsers: "Subparsers") -> None:
         """examples:
   ropeway up                              two reference workers with a small real model, fetched on first use
   ropeway up --simulated --workers 8      no model, no torch: eight workers that only keep time
+  ropeway up --simulated --prefill 1 --decode 2
   ropeway up --port 9000 --policy session""",
     )
     parser.add_argument("--simulated", action="store_true", help="workers that imitate an engine's timing")
     parser.add_argument("--workers", type=_positive, default=2, metavar="N", help="how many (default: %(default)s)")
+    parser.add_argument("--prefill", type=_positive, metavar="N", help="workers that compute prompts for others ...")
+    parser.add_argument("--decode", type=_positive, metavar="N", help="... and workers that answer, in place of these")
     parser.add_argument("--model", default="smollm2", metavar="DIR|smollm2", help="what they serve (default: smollm2)")
     parser.add_argument("--port", type=_port, default=8000, metavar="P", help="of the gateway (default: %(default)s)")
     parser.add_argument("--host", default="127.0.0.1", metavar="H", help="of the gateway (default: %(default)s)")
@@ -53,13 +57,18 @@ def _add_up(subparsers: "Subparsers") -> None:
 
 
 def _run_up(arguments: argparse.Namespace) -> int:
+    from gateway.errors import StartupError
     from gateway.up import UpOptions, up
 
+    if (arguments.prefill is None) != (arguments.decode is None):
+        raise StartupError("--prefill and --decode go together: the one computes prompts, the other answers")
     return up(
         UpOptions(
             host=arguments.host,
             port=arguments.port,
             workers=arguments.workers,
+            prefill=arguments.prefill or 0,
+            decode=arguments.decode or 0,
             simulated=arguments.simulated,
             policy=arguments.policy,
             model=arguments.model,
@@ -195,6 +204,97 @@ def _run_index_check(arguments: argparse.Namespace) -> int:
     return asyncio.run(index_tools.check(place, dict(arguments.worker), arguments.gateway, arguments.json))
 
 
+def _add_events(subparsers: "Subparsers") -> None:
+    parser = _parser(
+        subparsers,
+        "events",
+        "record an engine's KV events, and play them back",
+        """examples:
+  ropeway events capture events.jsonl --endpoint tcp://127.0.0.1:5557 --replay-endpoint tcp://127.0.0.1:5558
+  ropeway events replay events.jsonl --endpoint tcp://127.0.0.1:5557 --speed 10""",
+    )
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    _add_events_capture(actions)
+    _add_events_replay(actions)
+
+
+def _add_events_capture(actions: "Subparsers") -> None:
+    parser = _parser(
+        actions,
+        "capture",
+        "write a live event stream to a file, a JSON line a message, until a bound is met or Ctrl-C",
+        """examples:
+  ropeway events capture events.jsonl --endpoint tcp://127.0.0.1:5557 --replay-endpoint tcp://127.0.0.1:5558
+  ropeway events capture events.jsonl --endpoint tcp://127.0.0.1:5557 --bind --seconds 60 --note 'vLLM 0.32'
+
+vLLM binds endpoints with '*' (and ipc://) and connects to all others: for those, --bind listens where it connects to.
+Lines hold the payload as it came, in base64. With a replay endpoint, what was announced before comes first.""",
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="must not exist yet")
+    parser.add_argument("--endpoint", required=True, metavar="URL", help="of the live stream, tcp:// or ipc://")
+    parser.add_argument("--replay-endpoint", metavar="URL", help="asked for what was announced before")
+    parser.add_argument("--bind", action="store_true", help="for engines that connect to their subscribers")
+    parser.add_argument("--topic", default="", metavar="T", help="topics that begin so (default: all)")
+    parser.add_argument("--note", default="", metavar="TEXT", help="kept in the file's first line")
+    parser.add_argument("--seconds", type=_seconds, metavar="S", help="(default: no bound)")
+    parser.add_argument("--messages-max", type=_positive, default=100_000, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--bytes-max", type=_positive, default=2**30, metavar="N", help="of the file (default: 1 GiB)")
+    parser.add_argument("--json", action="store_true", help="print what was recorded as JSON")
+    parser.set_defaults(run=_run_events_capture)
+
+
+def _add_events_replay(actions: "Subparsers") -> None:
+    parser = _parser(
+        actions,
+        "replay",
+        "send a recorded event stream as an engine would, once somebody has subscribed",
+        """examples:
+  ropeway events replay events.jsonl --endpoint tcp://127.0.0.1:5557 --replay-endpoint tcp://127.0.0.1:5558
+  ropeway events replay events.jsonl --endpoint tcp://127.0.0.1:5557 --connect --speed inf""",
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="written by 'ropeway events capture'")
+    parser.add_argument("--endpoint", required=True, metavar="URL", help="to publish at")
+    parser.add_argument("--replay-endpoint", metavar="URL", help="where what was sent can be asked for again")
+    parser.add_argument("--connect", action="store_true", help="for a subscriber that has bound the endpoint")
+    parser.add_argument("--speed", type=_seconds, default=1.0, metavar="X", help="times faster; inf waits for nothing")
+    parser.add_argument("--wait", type=_seconds, default=60.0, metavar="S", help="for a subscriber (default: 60)")
+    parser.add_argument("--linger", type=_seconds, default=0.0, metavar="S", help="answer replays this long at the end")
+    parser.add_argument("--json", action="store_true", help="print what was sent as JSON")
+    parser.set_defaults(run=_run_events_replay)
+
+
+def _run_events_capture(arguments: argparse.Namespace) -> int:
+    from gateway import event_tools
+
+    recording = event_tools.Recording(
+        arguments.endpoint,
+        arguments.file,
+        arguments.replay_endpoint,
+        arguments.bind,
+        arguments.topic,
+        arguments.note,
+        arguments.seconds,
+        arguments.messages_max,
+        arguments.bytes_max,
+    )
+    return asyncio.run(event_tools.capture(recording, arguments.json))
+
+
+def _run_events_replay(arguments: argparse.Namespace) -> int:
+    from gateway import event_tools
+
+    playing = event_tools.Playing(
+        arguments.file,
+        arguments.endpoint,
+        arguments.replay_endpoint,
+        arguments.connect,
+        arguments.speed,
+        arguments.wait,
+        arguments.linger,
+    )
+    return asyncio.run(event_tools.replay(playing, arguments.json))
+
+
 def _add_keys(subparsers: "Subparsers") -> None:
     parser = _parser(
         subparsers,
@@ -280,6 +380,13 @@ def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"at least 1 is needed, not {number}")
+    return number
+
+
+def _seconds(text: str) -> float:
+    number = float(text)
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"more than 0 is needed, not {text}")
     return number
 
 

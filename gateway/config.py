@@ -8,6 +8,7 @@ A file (`ropeway serve -c gateway.yaml`), environment variables and flags, each 
     workers:
       - http://127.0.0.1:8001
       - {url: "http://127.0.0.1:8002", name: second, model: my-model, block_size_tokens: 16}
+      - {url: "http://127.0.0.1:8003", engine: vllm, sidecar: "http://127.0.0.1:7203"}
     tokenizers:
       my-model: /models/my-model
     limits:
@@ -39,6 +40,8 @@ from policies import POLICIES
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 FidelityName = Literal["exact", "quantized", "rotated", "fused"]
+RoleName = Literal["both", "prefill", "decode"]
+EngineName = Literal["", "vllm", "sglang", "llamacpp", "ropeway", "openai"]
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -52,6 +55,17 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A part of the tree."""
 
 
+class EventsConfig(Section, frozen=True, kw_only=True):
+    """Where an engine's KV events are heard, where it does not say so itself or says it wrong."""
+
+    endpoint: str
+    """Of its first rank, `tcp://host:port`; further ranks are at the ports after it."""
+    replay_endpoint: str = ""
+    topic: str = ""
+    bind: bool = False
+    """For a publisher that connects: the gateway binds the endpoint."""
+
+
 class WorkerConfig(Section, frozen=True, kw_only=True):
     """A worker known from the start. In a list, a bare URL stands for `{url: ...}`."""
 
@@ -63,17 +77,31 @@ class WorkerConfig(Section, frozen=True, kw_only=True):
     """What it serves; asked of the worker when empty."""
     block_size_tokens: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0
     """Its KV block size; asked of the worker, or learned from its events, when 0."""
+    role: RoleName = "both"
+    """`prefill`: computes prompts for others and is sent no client's request. `decode`: answers, and had best compute
+    little. Docs: docs/disaggregation.md."""
+    engine: EngineName = ""
+    """What it is; found out when empty."""
+    sidecar: str = ""
+    """URL of what a connector inside the engine says of the KV it moves."""
+    events: EventsConfig | None = None
 
     def __post_init__(self) -> None:
-        try:
-            parts = urlsplit(self.url)
-            complete = bool(parts.hostname) and parts.port != 0
-        except ValueError:
-            complete = False
-        if not complete or parts.scheme not in ("http", "https"):
-            raise ValueError(f"{self.url!r} is not a URL of the form http://host:port")
-        if parts.path not in ("", "/") or parts.query or parts.fragment:
-            raise ValueError(f"{self.url!r} must end after its port")
+        _check_url(self.url)
+        if self.sidecar:
+            _check_url(self.sidecar)
+
+
+def _check_url(url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        complete = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        complete = False
+    if not complete or parts.scheme not in ("http", "https"):
+        raise ValueError(f"{url!r} is not a URL of the form http://host:port")
+    if parts.path not in ("", "/") or parts.query or parts.fragment:
+        raise ValueError(f"{url!r} must end after its port")
 
 
 class TenantsConfig(Section, frozen=True, kw_only=True):
@@ -150,8 +178,33 @@ class SharingConfig(Section, frozen=True, kw_only=True):
 class PromptsConfig(Section, frozen=True, kw_only=True):
     cache_bytes_max: Bytes = 256 * 1024 * 1024
     """Token ids and hash states kept, so that a conversation's next turn pays for its tail only."""
+    token_ids_forwarded: bool = False
+    """Whether engines that take token ids get ours in place of text, once parity with them is proven."""
+    remote_seconds_max: Seconds = 0.1
+    """What a prompt that only its engine can tokenize may wait for that, before it is placed by load alone."""
     request_templates_allowed: bool = False
     """Whether a request may bring its own `chat_template`, for engines that allow it too. Rendered in a sandbox."""
+
+
+class PrioritiesConfig(Section, frozen=True, kw_only=True):
+    """What engines are told of requests' `priority`, where they order by it: lower is earlier. Not `forwarded`, it is
+    taken out: engines refuse it unless they were started for it, and whoever sends it comes before others."""
+
+    forwarded: bool = False
+    lowest: int = 0
+    """Clients' own are clamped to these."""
+    highest: int = 100
+
+    def __post_init__(self) -> None:
+        if self.lowest > self.highest:
+            raise ValueError("priorities.lowest is larger than priorities.highest")
+
+
+class UsageConfig(Section, frozen=True, kw_only=True):
+    requested: bool = False
+    """Whether streams whose clients did not ask for usage are asked for it all the same (`stream_options`): it tells
+    how much of a prompt was cached, by which trust in workers' events is kept. Clients do not see it. Workers that
+    count their cache hits in `/metrics` are checked without."""
 
 
 class TransferConfig(Section, frozen=True, kw_only=True):
@@ -188,6 +241,19 @@ class TransferConfig(Section, frozen=True, kw_only=True):
             raise ValueError("transfer.codecs: name one at least, or set transfer.enabled to false")
 
 
+class DisaggregationConfig(Section, frozen=True, kw_only=True):
+    """Fleets with workers of role `prefill` (docs/disaggregation.md)."""
+
+    deadline_seconds_min: Seconds = 5.0
+    """A prefill worker gets twice what its prompt should take, or as long as computing it elsewhere would cost, within
+    these bounds; then the prompt is computed where it is answered."""
+    deadline_seconds_max: Seconds = 120.0
+
+    def __post_init__(self) -> None:
+        if self.deadline_seconds_min > self.deadline_seconds_max:
+            raise ValueError("disaggregation.deadline_seconds_min is larger than disaggregation.deadline_seconds_max")
+
+
 class GatewayConfig(Section, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: Port = 8000
@@ -215,17 +281,32 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     index: IndexConfig = IndexConfig()
     sharing: SharingConfig = SharingConfig()
     prompts: PromptsConfig = PromptsConfig()
+    priorities: PrioritiesConfig = PrioritiesConfig()
     transfer: TransferConfig = TransferConfig()
+    usage: UsageConfig = UsageConfig()
+    disaggregation: DisaggregationConfig = DisaggregationConfig()
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise ValueError(f"policy: {self.policy!r} is unknown{_nearest(self.policy, POLICIES)}")
         _check_redis(self)
+        if any(worker.role == "prefill" for worker in self.workers) and not (
+            self.transfer.enabled and self.keys_are_shared
+        ):
+            raise ValueError(
+                "workers: what a worker of role 'prefill' computes is pulled by others, which takes transfer.enabled "
+                "and the keyring of the workers"
+            )
         for name in ("url", "name"):
             values = [value for worker in self.workers if (value := getattr(worker, name).rstrip("/"))]
             twice = {value for value in values if values.count(value) > 1}
             if twice:
                 raise ValueError(f"workers: the {name} {min(twice)!r} is given twice")
+
+    @property
+    def keys_are_shared(self) -> bool:
+        """Whether workers can have the gateway's keys; without, none could read a plan."""
+        return self.keyring is not None or self.redis == "embedded"
 
 
 def _check_redis(config: GatewayConfig) -> None:

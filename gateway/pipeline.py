@@ -6,28 +6,37 @@ tokenized by its worker, and a shared index without a loaded mirror is asked, wi
 counted at the moment of decision, so a burst sees itself.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from random import Random
 from typing import Any, NamedTuple
 
-from cachecore.blocks import EMPTY_CHAIN
+import orjson
+
+from cachecore.blocks import EMPTY_CHAIN, HASH_BYTES
 from cachecore.index.contract import NO_MATCH, Match
 from cachecore.prompts.contract import NamedPrompt, PromptError
 from cachecore.scope import Fidelity
 from cachecore.store import StoreError
+from gateway.config import PrioritiesConfig
+from gateway.disaggregation import Disaggregation, Division, Prompted
 from gateway.edge.body import BodyMemory
 from gateway.edge.exchange import Ending
 from gateway.edge.http1 import HOP_BY_HOP, RequestHead, ResponseHead, forwardable
 from gateway.edge.server import Inbound
 from gateway.errors import BadRequest, ServiceError
 from gateway.fleet import parity
+from gateway.fleet.engines.contract import EngineTraits
+from gateway.fleet.evidence import Answer
 from gateway.fleet.knowledge import Knowledge
 from gateway.fleet.registry import Fleet
+from gateway.fleet.scrutiny import SAMPLE_BYTES_MAX
+from gateway.fleet.trust import TrustLevel
 from gateway.fleet.worker import ModelPool, Parity, WorkerRecord
 from gateway.prompts import Prompts
-from gateway.requests import Kind, Request, read_request, request_id_of
+from gateway.requests import FIDELITY_HEADER, Kind, Request, read_request, request_id_of
 from gateway.shifted import NO_PASSAGES, PROMPT_TOKENS_MAX, Asked, PassagePlanner, PassagePlans
 from gateway.tenants import Tenant, Tenants
 from gateway.transfers import Flight, Identity, Task, Transfers
@@ -35,13 +44,17 @@ from gateway.usage import read_usage
 from gateway.views.metrics import GatewayMetrics
 from gateway.views.receipts import Receipts
 from policies import create as create_policy
-from policies.contract import Decision, Policy, Query, Receipt, candidate_fields
+from policies.contract import Decision, Evidence, Policy, Query, Receipt, candidate_fields
 from policies.pricing import prefill_seconds
 
 logger = logging.getLogger("ropeway.pipeline")
 
+# A named tuple's own constructor is a function in Python.
+_new = tuple.__new__
+
 # Members of enumerations are looked up by a slow path.
-_FAILED, _COMPLETE = Parity.FAILED, Ending.COMPLETE
+_FAILED, _PROVEN, _COMPLETE = Parity.FAILED, Parity.PROVEN, Ending.COMPLETE
+_BELIEVED, _HISTORY = TrustLevel.EXACT, Evidence.HISTORY
 _OPENINGS_MAX = 64
 """Workers that one head is written out for, until it is done anew."""
 
@@ -63,6 +76,9 @@ class PipelineSettings(NamedTuple):
     policy: str
     policy_header_allowed: bool
     forward_kv_transfer_params: bool
+    priorities: PrioritiesConfig = PrioritiesConfig()
+    forward_token_ids: bool = False
+    requests_usage: bool = False
 
 
 class Pipeline:
@@ -79,6 +95,7 @@ class Pipeline:
         receipts: Receipts,
         transfers: Transfers | None = None,
         passages: PassagePlanner | None = None,
+        disaggregation: Disaggregation | None = None,
         clock: Callable[[], float] = time.monotonic,
         random: Random | None = None,
     ) -> None:
@@ -93,6 +110,8 @@ class Pipeline:
         """None where no worker is told to pull KV."""
         self.passages = passages
         """None where nothing is looked for at other positions."""
+        self.disaggregation = disaggregation
+        """None where prompts are computed by the worker that answers."""
         self.clock = clock
         self._random = random or Random()
         self.policy = create_policy(settings.policy)
@@ -116,13 +135,13 @@ class Pipeline:
 
     async def _begin_later(self, request: Request, pool: ModelPool, naming: Awaitable[NamedPrompt]) -> "Journey":
         named = await self._named(request, naming)
-        matched = self._match(pool, request, named)
-        return self._embark(request, pool, named, await self._matched(matched))
+        return await self._match_later(request, pool, named, self._match(pool, request, named))
 
     async def _match_later(
-        self, request: Request, pool: ModelPool, named: NamedPrompt, matching: Awaitable[Match]
+        self, request: Request, pool: ModelPool, named: NamedPrompt, matching: Match | Awaitable[Match]
     ) -> "Journey":
-        return self._embark(request, pool, named, await self._matched(matching))
+        embarked = self._embark(request, pool, named, await self._matched(matching))
+        return embarked if isinstance(embarked, Journey) else await embarked
 
     async def explain(self, inbound: Inbound) -> Receipt:
         """The receipt of a request, which is sent nowhere and counted nowhere. Raises ServiceError."""
@@ -131,7 +150,11 @@ class Pipeline:
         named = self._name(request, pool)
         named = named if isinstance(named, NamedPrompt) else await self._named(request, named)
         matched = await self._matched(self._match(pool, request, named))
-        return self._choose(request, pool, named, matched, (), self.clock())
+        now = self.clock()
+        receipt = self._choose(request, pool, named, matched, (), now)
+        if pool.prefill_workers and self.disaggregation is not None:
+            self.disaggregation.weigh(Prompted(request, pool, named, matched), receipt, now)
+        return receipt
 
     # Stages
 
@@ -214,7 +237,8 @@ class Pipeline:
         policy = self._policy_of(request) if request.policy else self.policy
         candidates = self.fleet.candidates(pool, request.adapter, excluded)
         chain = EMPTY_CHAIN if request.skips_cache else named.chain
-        tokens, own_history_only = named.token_count, policy.name == "prefix-aware"
+        policy_name, tokens = policy.name, named.token_count
+        own_history_only = policy_name == "prefix-aware"
         if pool.transfers and self.transfers is not None:
             accepted = self.transfers.accepted(request, pool, now)
             snapshot = self.knowledge.snapshot(pool, candidates, match, chain, tokens, now, own_history_only, accepted)
@@ -223,14 +247,14 @@ class Pipeline:
                 snapshot = snapshot._replace(pulls=pulls)
         else:
             snapshot = self.knowledge.snapshot(pool, candidates, match, chain, tokens, now, own_history_only)
-        query = Query(tokens, request.output_tokens_max, request.session, request.priority)
+        query = _new(Query, (tokens, request.output_tokens_max, request.session, request.priority))
         decision, views = policy.decide(query, snapshot, self._random), snapshot.workers
         if snapshot.pulls is not None and decision.pull is None:
             decision.pull = snapshot.pulls.option(decision.worker, decision.worker.load.wait_seconds(now))
         return Receipt(
             request.id,
             request.model,
-            policy.name,
+            policy_name,
             query,
             pool.block_size_tokens,
             decision,
@@ -256,8 +280,12 @@ class Pipeline:
                 raise BadRequest(f"{error}", param="x-ropeway-policy") from None
         return policy
 
-    def _embark(self, request: Request, pool: ModelPool, named: NamedPrompt, match: Match) -> "Journey":
+    def _embark(
+        self, request: Request, pool: ModelPool, named: NamedPrompt, match: Match
+    ) -> "Journey | Coroutine[Any, Any, Journey]":
         journey = Journey(self, request, pool, named, match)
+        if pool.prefill_workers and self.disaggregation is not None:
+            return journey.divide(self.disaggregation)
         journey.decide()
         return journey
 
@@ -266,6 +294,7 @@ class Journey:
     """One request under way. Implements `gateway.edge.exchange.Listener` and, for its present attempt, `Attempt`."""
 
     __slots__ = (
+        "_division",
         "_excluded",
         "_first_byte_at",
         "_flight",
@@ -278,11 +307,13 @@ class Journey:
         "_receipt",
         "_request",
         "_started_at",
+        "_trust",
         "_worker",
         "answer_headers",
         "connections",
         "reads_head",
         "request_parts",
+        "strips_usage",
     )
 
     def __init__(self, pipeline: Pipeline, request: Request, pool: ModelPool, named: NamedPrompt, match: Match) -> None:
@@ -293,23 +324,48 @@ class Journey:
         self._match = match
         self._excluded: tuple[WorkerRecord, ...] = ()
         self._started_at = self._first_byte_at = 0.0
+        self._division: Division | None = None
         self._flight: Flight | None = None
         self._passages = NO_PASSAGES
         self._kv_headers = b""
-        self.reads_head = False
+        self.reads_head = self.strips_usage = False
 
     @property
     def attempt(self) -> "Journey":
         # Not an attribute: a reference to itself would leave every request to the garbage collector.
         return self
 
-    def decide(self) -> None:
-        """Choose a worker, count the request there, and prepare what to send. Raises NoWorker."""
+    async def divide(self, disaggregation: Disaggregation) -> "Journey":
+        """As `decide`, once a prefill worker has computed the prompt, where that is worth it."""
+        pipeline, request, pool, named = self._pipeline, self._request, self._pool, self._named
+        began = pipeline.clock()
+        receipt = pipeline._choose(request, pool, named, self._match, (), began)
+        division = disaggregation.weigh(Prompted(request, pool, named, self._match), receipt, began)
+        self._division = division
+        try:
+            computed = division is not None and await division.run(self._first_leg)
+        except asyncio.CancelledError:
+            pipeline.receipts.add(receipt)
+            pipeline.metrics.ended(Ending.CLIENT_GONE, 0, pipeline.clock() - began)
+            raise
+        if computed:
+            # Time has passed: what is known of the workers is another thing now.
+            self._match = await pipeline._matched(pipeline._match(pool, request, named))
+        self.decide(None if computed else receipt)
+        self._started_at = began
+        return self
+
+    def decide(self, receipt: Receipt | None = None) -> None:
+        """Choose a worker, unless that is done, count the request there, and prepare what to send. Raises NoWorker."""
         pipeline, request, named = self._pipeline, self._request, self._named
         knowledge = pipeline.knowledge
         now = pipeline.clock()
-        receipt = self._receipt = pipeline._choose(request, self._pool, named, self._match, self._excluded, now)
+        if receipt is None:
+            receipt = pipeline._choose(request, self._pool, named, self._match, self._excluded, now)
+        self._receipt = receipt
         self._started_at = now
+        if self._division is not None:
+            self._division.settle(receipt, now)
         decision, policy = receipt.decision, receipt.policy
         view, seconds = decision.worker, decision.prefill_seconds
         self._worker = worker = pipeline.fleet.workers[view.name]
@@ -335,24 +391,33 @@ class Journey:
             seconds,
             request.output_tokens_max,
             prior_seconds,
-            in_one_piece=not request.streams,
+            not request.streams,
         )
+        trust = self._trust = worker.trust
+        level = trust.level
         if named.chain and worker.parity is not _FAILED:
             key = (view.name, view.rank)
-            if worker.events_trusted:
+            if level is _BELIEVED:
                 exact = self._flight is None or self._flight.option.fidelity == Fidelity.EXACT
                 exact = exact and not self._passages.tokens
                 predictions = knowledge.predictions if exact else knowledge.inexact_predictions
                 predictions.predict(request.upstream_id, key, named.chain, now)
-            if not worker.events_trusted or policy == "prefix-aware":
+            if level is not _BELIEVED or policy == "prefix-aware":
                 knowledge.history.record(key, named.chain)
+            else:
+                knowledge.history.note(key, named.chain)
         worker.requests += 1
         self.connections = worker.connections
-        self.request_parts = self._upstream_request(worker)
+        self.request_parts = self._upstream_request(worker, view.rank)
         self.answer_headers = (
             f"x-ropeway-worker: {worker.name}\r\nx-ropeway-matched-tokens: {view.confirmed_tokens}\r\n"
             f"x-ropeway-policy: {policy}\r\nx-request-id: {request.id}\r\n"
         ).encode()
+        if level is not _BELIEVED:
+            receipt.trust = level.value
+            self.answer_headers += b"x-ropeway-trust: %b\r\n" % receipt.trust.encode()
+        if self._division is not None:
+            self.answer_headers += self._division.header
         pipeline.receipts.add(receipt)
         pipeline.metrics.routed(receipt)
 
@@ -365,7 +430,8 @@ class Journey:
             return
         accepted = transfers.accepted(request, self._pool, now)
         self._kv_headers, self.reads_head = transfers.fidelity_header(accepted), True
-        if pipeline.passages is not None and accepted is Fidelity.FUSED:
+        promised = self._division is not None and self._division.promises
+        if pipeline.passages is not None and accepted is Fidelity.FUSED and not promised:
             passages = self._plan_passages(pipeline.passages, worker, decision, now)
             if passages.saved_seconds > (0.0 if decision.pull is None else decision.pull.saved_seconds):
                 self._passages, decision.pull = passages, None
@@ -390,18 +456,84 @@ class Journey:
             Asked(request, self._pool, *said, view.matched_tokens, worker, view.rank, view.prefill), now
         )
 
-    def _upstream_request(self, worker: WorkerRecord) -> list[bytes]:
-        pipeline, request = self._pipeline, self._request
-        salt = request.salt_json or pipeline.prompts.salt_json(request, self._pool)
+    def _upstream_request(self, worker: WorkerRecord, rank: int) -> list[bytes]:
+        pipeline, request, settings = self._pipeline, self._request, self._pipeline.settings
+        salt = None
+        if worker.traits.salts:
+            salt = request.salt_json or pipeline.prompts.salt_json(request, self._pool)
         plans = self._flight.body if self._flight is not None else self._passages.body
-        body = request.upstream_body(salt, pipeline.settings.forward_kv_transfer_params, plans)
+        further = None
+        if request.states_priority or settings.forward_token_ids:
+            further = self._further_changes(worker, plans)
+        if settings.requests_usage and request.streams and request.kind is not Kind.OTHER:
+            further = self._ask_for_usage(further)
+        body = request.upstream_body(salt, settings.forward_kv_transfer_params, plans, further)
+        headers = self._kv_headers
+        if len(worker.holders) > 1 and worker.traits.rank_header:
+            headers += b"%b: %d\r\n" % (worker.traits.rank_header, rank)
         openings = request.head.notes.get("openings")
         opening = openings.get(worker.url) if openings else None
         if opening is None:
             opening = pipeline.upstream_opening(request.head, worker)
         size = sum(map(len, body))
         head = b"%b%b\r\n%bcontent-length: %d\r\n\r\n"
-        return [head % (opening, request.upstream_id.encode(), self._kv_headers, size), *body]
+        return [head % (opening, request.upstream_id.encode(), headers, size), *body]
+
+    def _first_leg(self, worker: WorkerRecord, rank: int, request_id: str) -> list[bytes]:
+        """What a prefill worker is sent."""
+        pipeline, request, settings = self._pipeline, self._request, self._pipeline.settings
+        further = None
+        if request.states_priority or settings.forward_token_ids:
+            further = self._further_changes(worker, None)
+        salt = request.salt_json if worker.traits.salts else None
+        body = request.prefill_body(salt, request_id, further)
+        # What is computed is as bad as what it was computed after.
+        headers = b"%b: exact\r\n" % FIDELITY_HEADER if worker.transfer is not None else b""
+        if len(worker.holders) > 1 and worker.traits.rank_header:
+            headers += b"%b: %d\r\n" % (worker.traits.rank_header, rank)
+        head = b"%b%b\r\n%bcontent-length: %d\r\n\r\n"
+        opening = pipeline.upstream_opening(request.head, worker)
+        return [head % (opening, request_id.encode(), headers, sum(map(len, body))), *body]
+
+    def _ask_for_usage(self, changes: dict[str, bytes | None] | None) -> dict[str, bytes | None] | None:
+        """In a stream that would not bring its usage; the client never sees it."""
+        body = self._request.body
+        options = body.values({"stream_options"}).get("stream_options") if body is not None else None
+        if options is not None and (not isinstance(options, dict) or options.get("include_usage")):
+            return changes
+        self.strips_usage = True
+        asked = orjson.dumps({**(options or {}), "include_usage": True})
+        return {**(changes or {}), "stream_options": asked}
+
+    def _further_changes(self, worker: WorkerRecord, plans: bytes | None) -> dict[str, bytes | None]:
+        """What else of a body is not as the client wrote it: its priority, and its prompt as token ids."""
+        request, settings = self._request, self._pipeline.settings
+        changes: dict[str, bytes | None] = {}
+        if request.states_priority:
+            changes["priority"] = None
+            if settings.priorities.forwarded and worker.traits.priorities:
+                lowest, highest = settings.priorities.lowest, settings.priorities.highest
+                changes["priority"] = b"%d" % min(max(request.priority, lowest), highest)
+        if settings.forward_token_ids and worker.parity is _PROVEN and not request.values.get("echo"):
+            changes |= self._prompt_as_tokens(worker.traits, plans)
+        return changes
+
+    def _prompt_as_tokens(self, traits: EngineTraits, plans: bytes | None) -> dict[str, bytes | None]:
+        """Nothing where the engine takes none, or the prompt is not known to the end."""
+        request, named = self._request, self._named
+        is_chat = request.kind is Kind.CHAT
+        takes_them = traits.chat_token_ids if is_chat else traits.token_ids
+        if not takes_them or not named.complete or request.question() is None:
+            return {}
+        if is_chat and self._pipeline.settings.forward_kv_transfer_params and "kv_transfer_params" in request.values:
+            return {}
+        tokens = self._pipeline.prompts.tokens_of(request, self._pool)
+        if not tokens:
+            return {}
+        listed = orjson.dumps(tokens.tolist())
+        if not is_chat:
+            return {"prompt": listed}
+        return {"kv_transfer_params": b'{"prompt_token_ids":%b%b' % (listed, b"," + plans[1:] if plans else b"}")}
 
     # exchange.Listener
 
@@ -420,6 +552,8 @@ class Journey:
         sample = pipeline.knowledge.accounting.first_token(self._request.upstream_id, now)
         if sample is not None:
             pipeline.knowledge.estimates.observe_prefill(sample)
+        if self._division is not None:
+            self._division.first_token(now)
         seconds = now - self._started_at
         self._receipt.seen_ttft_ms = seconds * 1e3
         pipeline.metrics.first_byte(seconds)
@@ -445,10 +579,15 @@ class Journey:
         output_tokens = 0
         answered = ending is _COMPLETE and status == 200
         if answered:
-            usage = read_usage(tail)
+            self._worker.answers_until_sampled -= 1
+            if self._worker.answers_until_sampled < 0:
+                self._sample()
+            usage, cached_tokens = read_usage(tail), None
             if usage is not None:
-                output_tokens = usage.completion_tokens
-                self._check(usage.prompt_tokens, usage.cached_tokens)
+                output_tokens, cached_tokens = usage.completion_tokens, usage.cached_tokens
+                self._check(usage.prompt_tokens, cached_tokens)
+            if self._named.chain and request.prompts_count == 1:
+                self._testify(cached_tokens, now)
         elif status != 200 or not self._first_byte_at:
             pipeline.knowledge.cancel_predictions(request.upstream_id)
         sample = pipeline.knowledge.accounting.finish(request.upstream_id, now, output_tokens, answered)
@@ -464,11 +603,39 @@ class Journey:
         if flight is not None and self._pipeline.transfers is not None:
             self._pipeline.transfers.abandoned(flight)
 
+    def _sample(self) -> None:
+        """Offer the prompt for a comparison token for token."""
+        request = self._request
+        question = request.question() if self._named.complete and len(request.data) <= SAMPLE_BYTES_MAX else None
+        if question is not None:
+            pool = self._pool
+            told = self._pipeline.prompts.told_tokens(pool, question) if pool.renderer is None else None
+            self._pipeline.fleet.sample(self._worker, pool, question, told)
+
     def _check(self, prompt_tokens: int, cached_tokens: int | None) -> None:
         """Hold the worker's own count beside what we said."""
         self._receipt.reported_prompt_tokens = prompt_tokens
         self._receipt.reported_cached_tokens = cached_tokens
-        if self._request.prompts_count == 1 and self._named.complete and self._pool.renderer is not None:
+        if self._request.prompts_count == 1 and self._named.complete:
             parity.observe(self._worker, self._named.token_count, prompt_tokens)
         if cached_tokens is not None:
             self._pipeline.metrics.hit(self._receipt, cached_tokens)
+
+    def _testify(self, cached_tokens: int | None, now: float) -> None:
+        """What the answer says of our beliefs about the worker's cache, for whoever weighs them."""
+        receipt, worker, trust = self._receipt, self._worker, self._trust
+        if receipt.decision.pull is not None or self._passages.tokens or worker.parity is _FAILED:
+            return
+        _, rank, matched, confirmed, _, evidence = receipt.candidate_fields[receipt.chosen]
+        chain, block = self._named.chain, self._pool.block_size_tokens
+        guessed = evidence is _HISTORY
+        if (guessed or trust.level is not _BELIEVED or receipt.policy == "prefix-aware") and rank < len(worker.holders):
+            # It was not decided by the index; whether that was right is of interest all the same.
+            tokens = self._named.token_count
+            confirmed = self._pipeline.knowledge.confirmed_tokens(self._match, worker.holders[rank], tokens, block)
+        if matched or confirmed or cached_tokens:
+            trust.note(Answer(self._started_at, confirmed, matched, guessed, cached_tokens))
+        if trust.curious and rank < len(worker.holders):
+            held = confirmed if cached_tokens is None else max(confirmed, cached_tokens + trust.slack_tokens)
+            if held < len(chain) // HASH_BYTES * block:
+                trust.sample(worker.holders[rank], chain, self._started_at, now)

@@ -2,7 +2,7 @@
 
 import asyncio
 from array import array
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ import orjson
 
 from cachecore.blocks import EMPTY_CHAIN, PrefixHash, pack_tokens
 from cachecore.prompts.contract import NamedPrompt, PromptError
+from cachecore.prompts.messages import has_media
 from cachecore.prompts.naming import PromptNamer, Work
 from cachecore.scope import (
     CLIENT_SALT_BYTES_MAX,
@@ -24,7 +25,8 @@ from cachecore.scope import (
 )
 from gateway.errors import BadRequest
 from gateway.fleet.worker import ModelPool
-from gateway.requests import CHAT_KEYS, Kind, Request
+from gateway.remote_tokens import RemoteTokens
+from gateway.requests import Kind, Request
 
 NAMINGS_MAX = 16_384
 CHARACTERS_PER_TOKEN = 4
@@ -35,8 +37,6 @@ _SALTED_PATHS = frozenset({"/v1/responses"})
 
 # Members of enumerations are looked up by a slow path.
 _CHAT, _OTHER = Kind.CHAT, Kind.OTHER
-
-RemoteTokenizer = Callable[[ModelPool, Mapping[str, Any]], Awaitable[Sequence[int] | None]]
 
 
 class SaltedNaming(NamedTuple):
@@ -52,10 +52,12 @@ class Prompts:
         self._namer = namer
         self._long_prompt_characters = long_prompt_characters
         self._namings: dict[tuple[str, int, str, str, str], SaltedNaming] = {}
-        self.tokenize_remotely: RemoteTokenizer | None = None
+        self.remote: RemoteTokens | None = None
+        """For models whose prompts cannot be tokenized here."""
 
     def statistics(self) -> Mapping[str, Any]:
-        return asdict(self._namer.counters)
+        remote = {} if self.remote is None else {"remote": asdict(self.remote.counters)}
+        return {**asdict(self._namer.counters), **remote}
 
     # Keys and salts
 
@@ -73,18 +75,21 @@ class Prompts:
         return naming.scope.key_id, naming.root
 
     def passages_of(self, request: Request, pool: ModelPool) -> tuple[Naming, bytes] | None:
-        """A named request's naming and its tokens, packed; None where only its worker can tell them. What of them is
-        not cached is encoded once more."""
+        """A named request's naming and its tokens, packed; None where only its worker can tell them."""
+        tokens = self.tokens_of(request, pool)
+        return None if tokens is None else (self._salted(request, pool).naming, pack_tokens(tokens))
+
+    def tokens_of(self, request: Request, pool: ModelPool) -> "array[int] | None":
+        """A named request's token ids; None where only its worker can tell them. What of them is not cached is encoded
+        once more."""
         renderer, kind = pool.renderer, request.kind
         prompt = None if kind is _CHAT else request.values.get("prompt")
         if isinstance(prompt, list) and all(type(token) is int for token in prompt):
-            tokens = array("I", prompt)
-        elif renderer is None or not (kind is _CHAT or isinstance(prompt, str)):
+            return array("I", prompt)
+        if renderer is None or request.reshaped or not (kind is _CHAT or isinstance(prompt, str)):
             return None
-        else:
-            rendered = renderer.chat(request.values) if kind is _CHAT else renderer.text(str(prompt))
-            tokens = self._namer.tokens(renderer, rendered)
-        return self._salted(request, pool).naming, pack_tokens(tokens)
+        rendered = renderer.chat(request.values) if kind is _CHAT else renderer.text(str(prompt))
+        return self._namer.tokens(renderer, rendered)
 
     def naming_for_events(self, pool: ModelPool, salt: str | None, adapter: str | None) -> Naming | None:
         """How blocks announced under a salt are named; None for a salt that is forged or of a dropped epoch.
@@ -143,13 +148,15 @@ class Prompts:
         if kind is _OTHER or request.body is None:
             return _unread(request)
         naming, request.salt_json = self._salted(request, pool)
+        if request.reshaped:
+            return _unread(request)
         if kind is _CHAT and renderer is not None:
             return self._finish(self._namer.begin(renderer, naming, renderer.chat(request.values)))
         prompt = None if kind is _CHAT else request.values.get("prompt")
         if kind is not _CHAT and not isinstance(prompt, str):
             return self._name_listed(request, pool, naming, prompt)
         if renderer is None:
-            return self._name_remotely(request, pool, naming, prompt)
+            return self._name_remotely(request, pool, naming)
         return self._finish(self._namer.begin(renderer, naming, renderer.text(str(prompt))))
 
     def _finish(self, work: NamedPrompt | Work) -> NamedPrompt | Awaitable[NamedPrompt]:
@@ -194,16 +201,18 @@ class Prompts:
         except (OverflowError, TypeError):
             raise PromptError("token ids must be integers from 0 to 2**32-1") from None
 
-    async def _name_remotely(
-        self, request: Request, pool: ModelPool, naming: Naming, prompt: str | None
-    ) -> NamedPrompt:
-        """By a worker's own `/tokenize`; where that fails the prompt stays unnamed and is routed by load."""
-        assert request.body is not None  # noqa: S101
-        question = {"prompt": prompt} if prompt is not None else request.body.select(CHAT_KEYS)
-        token_ids = None
-        if self.tokenize_remotely is not None:
-            token_ids = await self.tokenize_remotely(pool, {"model": request.model, **question})
+    async def _name_remotely(self, request: Request, pool: ModelPool, naming: Naming) -> NamedPrompt:
+        """By a worker's own rendering; where that cannot be had the prompt stays unnamed and is routed by load."""
+        question = request.question()
+        # What stands for an image among the tokens is the same for all of them.
+        if question is None or self.remote is None or has_media(question.get("messages")):
+            return _unread(request)
+        token_ids = await self.remote.tokens(pool, question)
         return _unread(request) if token_ids is None else self._namer.name_tokens(naming, token_ids)
+
+    def told_tokens(self, pool: ModelPool, question: Mapping[str, Any]) -> "array[int] | None":
+        """What an engine has told of a prompt that cannot be tokenized here, if it is still known."""
+        return self.remote.known(pool, question) if self.remote is not None else None
 
 
 def _unread(request: Request) -> NamedPrompt:

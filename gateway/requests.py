@@ -37,10 +37,31 @@ _OPTION_KEYS = frozenset(
         "echo",
         "logprobs",
         "prompt_logprobs",
+        "truncate_prompt_tokens",
+        "add_special_tokens",
     }
 )
 _READ_KEYS = _OPTION_KEYS | {"model", "stream"}
 _SPLICED_KEYS = frozenset({"cache_salt", "kv_transfer_params", "request_id"})
+_LENGTH_KEYS = frozenset({"max_tokens", "max_completion_tokens"})
+_ANSWER_KEYS = frozenset(
+    {
+        "stream",
+        "stream_options",
+        "n",
+        "best_of",
+        "use_beam_search",
+        "min_tokens",
+        "stop",
+        "stop_token_ids",
+        "echo",
+        "logprobs",
+        "top_logprobs",
+        "kv_transfer_params",
+    }
+)
+"""What shapes an answer and nothing else."""
+_NO_VALUES: Mapping[str, Any] = {}
 _KIND_NAMES: Mapping[type, str] = {str: "string", bool: "boolean"}
 Value = TypeVar("Value", str, bool)
 
@@ -100,25 +121,9 @@ class ServedModels(Protocol):
 
 
 class Request:
-    """A request as it is understood. Most have few options: what a request does not say is read off the class."""
+    """A request as it is understood."""
 
     model: str
-    adapter = ""
-    session = ""
-    policy = ""
-    client_salt = ""
-    priority = 0
-    output_tokens_max = 0
-    prompts_count = 1
-    streams = False
-    fidelity: Fidelity | None = None
-    """The worst KV that it accepts; None when it does not say."""
-    skips_cache = False
-    """Engines do not read their prefix cache for it (prompt logprobs are asked for)."""
-    salt_json: bytes | None = None
-    """The salt that its prompt was named with."""
-    values: Mapping[str, Any] = {}
-    """What the body says under the keys that are read here, perhaps among others."""
 
     def __init__(
         self,
@@ -134,20 +139,49 @@ class Request:
         self.upstream_id = upstream_id
         """Unique among live requests: engines keep state under it."""
         self.kind = kind
-        self.head, self.path, self.data, _ = inbound
+        self.head, self.path, self.data = inbound.head, inbound.path, inbound.body
         self.body = body
         """None for bodies that are not JSON objects."""
         self.tenant = tenant
+        # What it does not say. Set here: what is read off a class takes ten times as long.
+        self.adapter = self.session = self.policy = self.client_salt = ""
+        self.priority = self.output_tokens_max = 0
+        self.states_priority = self.streams = False
+        self.prompts_count = 1
+        self.reshaped = False
+        """The engine is asked to compute another prompt than its text says (truncated, or surrounded otherwise)."""
+        self.fidelity: Fidelity | None = None
+        """The worst KV that it accepts; None when it does not say."""
+        self.skips_cache = False
+        """Engines do not read their prefix cache for it (prompt logprobs are asked for)."""
+        self.salt_json: bytes | None = None
+        """The salt that its prompt was named with."""
+        self.values: Mapping[str, Any] = _NO_VALUES
+        """What the body says under the keys that are read here, perhaps among others."""
+
+    def question(self) -> dict[str, Any] | None:
+        """What an engine would have to tokenize to see its prompt; None where there is no such question."""
+        values = self.values
+        if self.reshaped or self.prompts_count != 1 or self.kind is _OTHER:
+            return None
+        if self.kind is Kind.CHAT:
+            return {"model": self.model, **{key: values[key] for key in CHAT_KEYS if key in values}}
+        prompt = values.get("prompt")
+        return {"model": self.model, "prompt": prompt} if isinstance(prompt, str) else None
 
     def upstream_body(
-        self, salt_json: bytes | None, forward_kv_transfer_params: bool, plans: bytes | None = None
+        self,
+        salt_json: bytes | None,
+        forward_kv_transfer_params: bool,
+        plans: bytes | None = None,
+        further: Mapping[str, bytes | None] | None = None,
     ) -> list[bytes]:
         """The body to send, in parts: as received but for the keys the gateway owns. `plans`: the JSON to put in the
-        place of the client's own `kv_transfer_params`."""
+        place of the client's own `kv_transfer_params`; `further`: that of other keys, None to take one out."""
         if self.body is None:
             return [self.data] if self.data else []
         body = self.body
-        if plans is None and salt_json is not None and body.keys().isdisjoint(_SPLICED_KEYS):
+        if plans is None and not further and salt_json is not None and body.keys().isdisjoint(_SPLICED_KEYS):
             return body.with_member(b'"cache_salt":' + salt_json)
         changes: dict[str, bytes | None] = {}
         if salt_json is not None:
@@ -158,7 +192,32 @@ class Request:
             changes["kv_transfer_params"] = None
         if "request_id" in body:
             changes["request_id"] = orjson.dumps(self.upstream_id)
+        if further:
+            changes |= further
         return body.spliced(changes) if changes else [self.data]
+
+    def prefill_body(
+        self, salt_json: bytes | None, request_id: str, further: Mapping[str, bytes | None] | None = None
+    ) -> list[bytes]:
+        """The body that has a worker compute the prompt and next to nothing besides: the same in all that the prompt,
+        its names and its sampling depend on; one token, in one piece. `further`: as in `upstream_body`."""
+        body = self.body
+        assert body is not None  # noqa: S101  its prompt was named
+        keys = body.keys()
+        changes: dict[str, bytes | None] = dict.fromkeys(_ANSWER_KEYS & keys)
+        changes.update(dict.fromkeys(_LENGTH_KEYS & keys, b"1"))
+        if not _LENGTH_KEYS & changes.keys():
+            changes["max_tokens"] = b"1"
+        if salt_json is not None:
+            changes["cache_salt"] = salt_json
+        if "request_id" in keys:
+            changes["request_id"] = orjson.dumps(request_id)
+        if self.values.get("tool_choice") not in (None, "auto", "none"):
+            # One token is no call of a tool, and engines that were asked for one refuse to say less.
+            changes["tool_choice"] = b'"none"'
+        if further:
+            changes |= further
+        return body.spliced(changes)
 
 
 class _HeadFields(NamedTuple):
@@ -245,6 +304,11 @@ def _read_model(request: Request, model: Any, models: ServedModels) -> None:
 def _read_options(request: Request, values: Mapping[str, Any]) -> None:
     request.client_salt = _typed(values.get("cache_salt"), "cache_salt", str) or ""
     request.priority = _integer(values.get("priority"))
+    request.states_priority = "priority" in values
+    special = values.get("add_special_tokens")
+    request.reshaped = values.get("truncate_prompt_tokens") is not None or (
+        special is not None and special is not (request.kind is Kind.COMPLETION)
+    )
     request.output_tokens_max = _integer(values.get("max_completion_tokens")) or _integer(values.get("max_tokens"))
     user = values.get("user")
     if isinstance(user, str):

@@ -24,6 +24,7 @@ from cachecore.prompts.naming import PromptNamer
 from cachecore.scope import Fidelity, Keyring
 from gateway.app import Surfaces, build_app
 from gateway.config import GatewayConfig, ListenerConfig
+from gateway.disaggregation import Disaggregation
 from gateway.edge.exchange import Deadlines
 from gateway.edge.server import Edge, EdgeLimits
 from gateway.errors import ConfigError
@@ -33,13 +34,16 @@ from gateway.fleet.quality import QualityFollower
 from gateway.fleet.registry import Fleet
 from gateway.fleet.streams import EventStreams, Intakes, OwnStreams
 from gateway.fleet.texts import TextStreams
+from gateway.fleet.trust_watch import TrustWatch
 from gateway.pipeline import Pipeline, PipelineSettings
 from gateway.ports import require_free_port
 from gateway.prompts import Prompts
+from gateway.remote_tokens import RemoteTokens
 from gateway.sharing import IndexBackend, Sharing, embedded_directory
 from gateway.shifted import PassagePlanner
 from gateway.tenants import OperatorKey, Tenants
 from gateway.transfers import Transfers, TransferSettings
+from gateway.views.disaggregation import DisaggregationCollector
 from gateway.views.metrics import GatewayCollector, GatewayMetrics
 from gateway.views.passages import PassageCollector
 from gateway.views.pools import PoolCollector
@@ -47,6 +51,7 @@ from gateway.views.receipts import Receipts
 from gateway.views.sharing import SharingCollector
 from gateway.views.status import StatusView
 from gateway.views.transfers import QualityCollector, TransferCollector
+from gateway.views.trust import TrustCollector
 from policies.state.guard import GuardSettings, QualityGuard
 from policies.transfer import DeadlineBounds
 
@@ -76,8 +81,11 @@ class Gateway:
         self.fleet = Fleet(
             config.probes, renderers, self.knowledge, self._streams(), backend.epochs if backend else None
         )
+        self.trust = TrustWatch(self.fleet.pools, self.knowledge)
         self._members = self.sharing.join(self.fleet, config) if self.sharing else self.fleet
-        self.prompts.tokenize_remotely = self.fleet.tokenize
+        self.prompts.remote = RemoteTokens(
+            self.fleet.tokenize, config.prompts.remote_seconds_max, config.prompts.cache_bytes_max // 8
+        )
         self.metrics = GatewayMetrics()
         self.receipts = Receipts()
         self.pools = PoolFollower(self.fleet)
@@ -87,7 +95,21 @@ class Gateway:
         self.passages = (
             PassagePlanner(self.contents, self.transfers, keyring) if self.contents and self.transfers else None
         )
-        settings = PipelineSettings(config.policy, config.policy_header_allowed, config.forward_kv_transfer_params)
+        self.disaggregation = Disaggregation(
+            DeadlineBounds(config.disaggregation.deadline_seconds_min, config.disaggregation.deadline_seconds_max),
+            config.timeouts.connect_seconds,
+            self.fleet,
+            self.knowledge,
+            self.transfers,
+        )
+        settings = PipelineSettings(
+            config.policy,
+            config.policy_header_allowed,
+            config.forward_kv_transfer_params,
+            config.priorities,
+            config.prompts.token_ids_forwarded,
+            config.usage.requested,
+        )
         self.pipeline = Pipeline(
             settings,
             self.fleet,
@@ -98,6 +120,7 @@ class Gateway:
             self.receipts,
             self.transfers,
             self.passages,
+            self.disaggregation,
         )
         self.status = StatusView(
             _version(),
@@ -109,15 +132,18 @@ class Gateway:
             self.prompts,
             self.sharing.document if self.sharing else None,
             self.transfers.document if self.transfers else None,
+            self.disaggregation.document,
         )
         self.collectors = CollectorRegistry()
         self.collectors.register(GatewayCollector(self.metrics, self.fleet, self.knowledge))
+        self.collectors.register(TrustCollector(self.trust, self.fleet.workers))
         if self.sharing is not None:
             self.collectors.register(SharingCollector(self.sharing))
         if self.transfers is not None:
             self.collectors.register(TransferCollector(self.transfers.metrics, self.transfers.accounts.__len__))
             self.collectors.register(PoolCollector(self.pools))
             self.collectors.register(QualityCollector(self.guard))
+        self.collectors.register(DisaggregationCollector(self.disaggregation.metrics))
         if self.passages is not None:
             self.collectors.register(PassageCollector(self.passages))
         timeouts, limits = config.timeouts, config.limits
@@ -148,8 +174,7 @@ class Gateway:
 
     @property
     def _moves_kv(self) -> bool:
-        """Not where it is off, nor where no worker could read a plan."""
-        return self.config.transfer.enabled and bool(self.config.keyring or self.config.redis == "embedded")
+        return self.config.transfer.enabled and self.config.keys_are_shared
 
     def _transfers(self, keyring: Keyring) -> Transfers | None:
         """None where nobody is told to pull."""
@@ -170,6 +195,7 @@ class Gateway:
             await self.pools.start()
             await self.quality.start()
         sweep = asyncio.create_task(self.edge.sweep(), name="edge sweep")
+        watch = asyncio.create_task(self.trust.run(), name="trust watch")
         for worker in self.config.workers:
             await self.fleet.register(worker)
         stopping = asyncio.Event()
@@ -186,10 +212,12 @@ class Gateway:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self.quality.stop()
             await self.pools.stop()
+            if self.prompts.remote is not None:
+                await self.prompts.remote.stop()
             await self.fleet.stop()
             if self.sharing is not None:
                 await self.sharing.stop()
-            for task in (sweep, stopped):
+            for task in (sweep, watch, stopped):
                 task.cancel()
                 with suppress(asyncio.CancelledError):
                     await task

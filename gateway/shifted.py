@@ -26,7 +26,8 @@ from cachecore.scope import Fidelity, Keyring, Naming
 from cachecore.transfer.capability import Run
 from cachecore.transfer.errors import TransferError
 from cachecore.transfer.plan import FRACTION_PARAMETER, PARAMETER, PLANS_MAX, Grant, Plan, sign
-from gateway.fleet.worker import ModelPool, TransferAbility, WorkerRecord
+from gateway.fleet.engines.contract import TransferAbility
+from gateway.fleet.worker import ModelPool, WorkerRecord
 from gateway.requests import Request
 from gateway.transfers import CAPABILITY_SECONDS, RAW, Transfers
 from policies.state.guard import FUSED

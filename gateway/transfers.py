@@ -17,14 +17,15 @@ import orjson
 
 from cachecore.blocks import HASH_BYTES, Chain, PrefixHash
 from cachecore.holders import Holder, Worker
-from cachecore.index.contract import Match
+from cachecore.index.contract import NO_MATCH, Match
 from cachecore.scope import Fidelity, KeyId, Keyring
 from cachecore.transfer.capability import Run
 from cachecore.transfer.errors import TransferError
 from cachecore.transfer.plan import PARAMETER, PLANS_MAX, Grant, Plan, sign
 from gateway.edge.http1 import Headers
+from gateway.fleet.engines.contract import TransferAbility
 from gateway.fleet.pools import PoolKnowledge, PoolMatch
-from gateway.fleet.worker import ModelPool, TransferAbility, WorkerRecord
+from gateway.fleet.worker import ModelPool, WorkerRecord
 from gateway.requests import FIDELITIES, FIDELITY_HEADER, Request
 from gateway.views.transfers import TransferMetrics
 from policies.estimates import FleetEstimates, LinkModel
@@ -84,6 +85,16 @@ class Task(NamedTuple):
     chain: Chain
     block_size_tokens: int
     accepted: Fidelity
+
+
+class Promise(NamedTuple):
+    """The beginning of a request's prompt, which somebody will have computed for its worker."""
+
+    request: Request
+    pool: ModelPool
+    target: WorkerRecord
+    target_rank: int
+    blocks: int
 
 
 class Flight(NamedTuple):
@@ -171,6 +182,16 @@ class Transfers:
         codecs = self.codecs(pool.model, request.tenant.id, accepted, now)
         offers = _Offers(self, match, pools, block, cap, accepted, codecs, now)
         return Pulls(prompt_tokens, min(deepest, cap) * block, offers, self.settings.bounds)
+
+    def promised(
+        self, promise: Promise, source: WorkerRecord, source_rank: int, now: float
+    ) -> tuple[Supply, LinkModel] | None:
+        """How a worker could give what it computes, whatever its events say of that; None where it cannot."""
+        request, pool, target, target_rank, blocks = promise
+        accepted = self.accepted(request, pool, now)
+        codecs = self.codecs(pool.model, request.tenant.id, accepted, now)
+        offers = _Offers(self, NO_MATCH, (), pool.block_size_tokens, blocks, accepted, codecs, now)
+        return offers.promised(source, source_rank, target, target_rank)
 
     def bytes_per_token(self, ability: TransferAbility, codec: str) -> float:
         """On the way, as the codec leaves it."""
@@ -318,6 +339,19 @@ class _Offers:
         found = self._of_workers(self._by_class.get(ability.compatibility, ()), record, ability)
         return [*found, *self._of_pools(record, ability, view.confirmed_tokens)] if self._pools else [*found]
 
+    def promised(
+        self, source: WorkerRecord, source_rank: int, target: WorkerRecord, target_rank: int
+    ) -> tuple[Supply, LinkModel] | None:
+        """Of one worker to another, as if it held all of it, and held it exact."""
+        ability = target.transfer
+        if ability is None or not self._speaks_for(target, ability, target_rank):
+            return None
+        self._ahead = self._transfers.accounts.ahead_bytes(self._now)
+        supplier = self._supplier_at(source, source_rank, self._cap, Fidelity.EXACT)
+        if supplier is None or supplier.compatibility != ability.compatibility:
+            return None
+        return next(iter(self._of_workers((supplier,), target, ability)), None)
+
     def _suppliers(self) -> dict[str, list[_Supplier]]:
         """Of each class the workers that hold most, and of those that hold as much the ones with the least to send."""
         found: dict[Worker, tuple[int, Fidelity]] = {}
@@ -342,10 +376,13 @@ class _Offers:
 
     def _supplier(self, holder: Worker, blocks: int, fidelity: Fidelity) -> _Supplier | None:
         record = self._transfers.record(holder.name)
-        ability = record.transfer if record is not None else None
-        if record is None or ability is None or not ability.addresses or not blocks:
+        if record is None or not record.vouches_for(holder):
             return None
-        if not record.vouches_for(holder) or not self._speaks_for(record, ability, holder.rank):
+        return self._supplier_at(record, holder.rank, blocks, fidelity)
+
+    def _supplier_at(self, record: WorkerRecord, rank: int, blocks: int, fidelity: Fidelity) -> _Supplier | None:
+        ability = record.transfer
+        if ability is None or not ability.addresses or not blocks or not self._speaks_for(record, ability, rank):
             return None
         source = Source(record.name, ability.holder, ability.addresses)
         ahead = self._ahead.get(record.name, 0)

@@ -27,6 +27,8 @@ from gateway.supervisor import Part, Stopped, Supervisor, stop_signals
 
 WORKER_HOST = "127.0.0.1"
 FETCHED_MODEL = "smollm2"
+SIMULATED_GIGABITS = 400
+"""Between simulated workers that move KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,9 @@ class UpOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     workers: int = 2
+    """Of both roles; none where the next two say how many there are of each."""
+    prefill: int = 0
+    decode: int = 0
     simulated: bool = False
     policy: str | None = None
     model: str = FETCHED_MODEL
@@ -43,6 +48,13 @@ class UpOptions:
     redis: str = "embedded"
     state_directory: Path | None = None
     as_json: bool = False
+
+    @property
+    def roles(self) -> list[str]:
+        """One for each worker."""
+        if self.prefill or self.decode:
+            return ["prefill"] * self.prefill + ["decode"] * self.decode
+        return ["both"] * self.workers
 
 
 def up(options: UpOptions, console: Console | None = None) -> int:
@@ -88,13 +100,16 @@ def _step(console: Console, what: str) -> Iterator[None]:
 
 def worker_parts(options: UpOptions, keyring: Path, model: Path | None) -> tuple[list[Part], list[str]]:
     """The processes of the workers, and the workers' URLs (a simulated fleet is one process)."""
-    ports = free_port_range(WORKER_HOST, options.workers, options.port + 1)
+    count = len(options.roles)
+    ports = free_port_range(WORKER_HOST, count, options.port + 1)
     urls = [f"http://{WORKER_HOST}:{port}" for port in ports]
     if model is None:
-        where = ["--host", WORKER_HOST, "--port", str(ports[0]), "--count", str(options.workers)]
+        where = ["--host", WORKER_HOST, "--port", str(ports[0]), "--count", str(count)]
+        if options.prefill:
+            where += ["--keyring", str(keyring), "--kv-link", str(SIMULATED_GIGABITS)]
         return [Part("workers", _ropeway("worker", "simulated", *where), [f"{url}/health" for url in urls])], urls
     what = ["--model", str(model), "--served-model-name", served_name(options), "--keyring", str(keyring)]
-    environment = _thread_share(options.workers)
+    environment = _thread_share(count)
     return [
         Part(
             f"worker-{number}",
@@ -108,13 +123,17 @@ def worker_parts(options: UpOptions, keyring: Path, model: Path | None) -> tuple
 
 def gateway_part(options: UpOptions, keyring: Path, model: Path | None, urls: Sequence[str], directory: Path) -> Part:
     arguments = ["--host", options.host, "--port", str(options.port), "--keyring", str(keyring)]
-    arguments += [word for url in urls for word in ("--worker", url)]
+    environment = {"ROPEWAY_SHARING_DIRECTORY": str(directory / "valkey")}
+    if options.prefill:
+        workers = [{"url": url, "role": role} for url, role in zip(urls, options.roles, strict=True)]
+        environment["ROPEWAY_WORKERS"] = msgspec.json.encode(workers).decode()
+    else:
+        arguments += [word for url in urls for word in ("--worker", url)]
     if model is not None:
         arguments += ["--tokenizer", f"{served_name(options)}={model}"]
     if options.policy is not None:
         arguments += ["--policy", options.policy]
     arguments += ["--redis", options.redis]
-    environment = {"ROPEWAY_SHARING_DIRECTORY": str(directory / "valkey")}
     return Part("gateway", _ropeway("serve", *arguments), [f"{_gateway_url(options)}/readyz"], environment)
 
 

@@ -1,17 +1,19 @@
-"""Reading an answer's `usage` off its last bytes, without having parsed the rest."""
+"""An answer's `usage`: read off its last bytes, without having parsed the rest, and taken out of a stream again where
+the client did not ask for it."""
 
 import re
-from typing import NamedTuple
 
 import msgspec
 import orjson
 
 _KEY = b'"usage"'
+# As `_object_after` reads it, where nothing in it is nested twice.
+_plain_object = re.compile(rb'"usage"[ \t\r\n]*:[ \t\r\n]*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})').match
 # Where a worker cut the object into two chunks.
 _CHUNK_SEAM = re.compile(rb"\r\n[0-9A-Fa-f]+(?:;[^\r\n]*)?\r\n")
 
 
-class Usage(NamedTuple):
+class Usage(msgspec.Struct, frozen=True, gc=False):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int | None
@@ -22,7 +24,8 @@ def read_usage(tail: bytes) -> Usage | None:
     """The last usage object in the end of a body, JSON or event stream, chunk headers and all; None without one."""
     start = tail.rfind(_KEY)
     while start >= 0:
-        raw = _object_after(tail, start + len(_KEY))
+        plain = _plain_object(tail, start)
+        raw = plain[1] if plain is not None else _object_after(tail, start + len(_KEY))
         if raw:
             return _usage(raw) or _usage(_CHUNK_SEAM.sub(b"", raw))
         start = tail.rfind(_KEY, 0, start)
@@ -42,11 +45,11 @@ def _object_after(tail: bytes, key_end: int) -> bytes:
     return tail[start:end]
 
 
-class _Details(msgspec.Struct):
+class _Details(msgspec.Struct, gc=False):
     cached_tokens: int | None = None
 
 
-class _Stated(msgspec.Struct):
+class _Stated(msgspec.Struct, gc=False):
     """The object as engines write it; anything else is read by `_odd_usage`."""
 
     prompt_tokens: int
@@ -78,3 +81,62 @@ def _odd_usage(raw: bytes) -> Usage | None:
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None
+
+
+# ---- taking it out of a stream ---------------------------------------------------------------------------------------
+
+# A carriage return that nothing follows yet may be the first half of a line end.
+_EVENT_END = re.compile(rb"(?:\r\n|\n|\r(?=[^\n])){2}")
+_DATA = re.compile(rb"(?:^|[\r\n])data: ?([^\r\n]*)")
+_EVENT_BYTES_MAX = 1024 * 1024
+
+
+class UsageStripper:
+    """Passes a stream of server-sent events on, byte for byte, but for the event that brings usage and nothing else.
+
+    Whole events go out; the beginning of one is held back until its end has come, or it has become too long to be it.
+    """
+
+    __slots__ = ("_held", "_searched", "stripped")
+
+    def __init__(self) -> None:
+        self._held = b""
+        self._searched = 0
+        """How far an event's end has been looked for in what is held."""
+        self.stripped = b""
+        """The last event that was taken out."""
+
+    def feed(self, data: bytes) -> bytes:
+        """The bytes to pass on now."""
+        held = self._held + data
+        passed: list[bytes] = []
+        start, search = 0, self._searched
+        while (end := _EVENT_END.search(held, search)) is not None:
+            start = search = self._pass(held, start, end.end(), passed)
+        self._held = held[start:]
+        # An end may be cut in two.
+        self._searched = max(len(self._held) - 3, 0)
+        if len(self._held) > _EVENT_BYTES_MAX:
+            passed.append(self.end())
+        return b"".join(passed)
+
+    def end(self) -> bytes:
+        """What is still held, once nothing more comes."""
+        held, self._held, self._searched = self._held, b"", 0
+        return held
+
+    def _pass(self, held: bytes, start: int, end: int, passed: list[bytes]) -> int:
+        event = held[start:end]
+        if _KEY in event and _brings_usage_alone(event):
+            self.stripped = event
+        else:
+            passed.append(event)
+        return end
+
+
+def _brings_usage_alone(event: bytes) -> bool:
+    try:
+        document = orjson.loads(b"\n".join(_DATA.findall(event)))
+    except orjson.JSONDecodeError:
+        return False
+    return isinstance(document, dict) and document.get("choices") == [] and isinstance(document.get("usage"), dict)

@@ -44,12 +44,21 @@ CONTROL_KEYS = frozenset(
         "logprobs",
         "prompt_logprobs",
         "n",
+        "best_of",
+        "use_beam_search",
+        "min_tokens",
+        "stop",
+        "stop_token_ids",
+        "top_logprobs",
         "tools",
+        "tool_choice",
         "chat_template",
         "chat_template_kwargs",
         "add_generation_prompt",
         "continue_final_message",
         "documents",
+        "truncate_prompt_tokens",
+        "add_special_tokens",
     }
 )
 """Keys that the gateway reads or writes: a second or an escaped spelling of one is refused."""

@@ -29,6 +29,7 @@ from gateway.edge.http1 import (
 )
 from gateway.edge.upstream import UpstreamConnection, UpstreamPool
 from gateway.errors import InternalError, ServiceError, UpstreamFailed, UpstreamTimeout, UpstreamUnavailable
+from gateway.usage import UsageStripper
 
 logger = logging.getLogger("ropeway.edge")
 
@@ -70,6 +71,8 @@ class Attempt(Protocol):
     """Complete header lines."""
     reads_head: bool
     """Whether `Listener.answered` is to be called."""
+    strips_usage: bool
+    """Whether the client did not ask for the usage that its event stream will bring."""
 
 
 class Listener(Protocol):
@@ -89,7 +92,7 @@ class Listener(Protocol):
         ...
 
     def ended(self, ending: Ending, status: int, body_bytes: int, tail: bytes) -> None:
-        """Called exactly once. `tail` is the end of the body as it stood on the wire."""
+        """Called exactly once. `tail` is the end of the body as it stood on the wire, or what was taken out of it."""
         ...
 
 
@@ -98,7 +101,6 @@ class Client(Protocol):
 
     http10: bool
 
-    @property
     def connection_header(self) -> bytes:
         """The header line that says whether the connection stays open; empty where that goes without saying."""
         ...
@@ -117,8 +119,10 @@ class Exchange:
 
     __slots__ = (
         "_answer_head",
+        "_attempt",
         "_attempts",
         "_body_bytes",
+        "_checked_bytes",
         "_client",
         "_connecting",
         "_connection",
@@ -133,17 +137,19 @@ class Exchange:
         "_probed_bytes",
         "_rechunk",
         "_silent_since",
+        "_stripper",
         "_undelivered",
     )
 
     def __init__(self, client: Client, listener: Listener, deadlines: "Deadlines") -> None:
         self._client = client
         self._listener = listener
+        self._attempt: Attempt = listener.attempt
         self._deadlines = deadlines
         self._connection: UpstreamConnection | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._head: ResponseHead | None = None
-        self._attempts = self._body_bytes = 0
+        self._attempts = self._body_bytes = self._checked_bytes = 0
         self._previous_chunk = self._last_chunk = b""
         self._flowing = False
         """The head and the first bytes of the body are out, and the rest is passed on as it is."""
@@ -152,6 +158,8 @@ class Exchange:
         """Held back until the first bytes of the body, which follow at once."""
         self._undelivered: bytes | None = None
         """The incomplete chunk, where chunks must be unpacked (chunked upstream, HTTP/1.0 client)."""
+        self._stripper: UsageStripper | None = None
+        """Where events are taken out of the answer."""
         self._probed_bytes = -1
         self._paused = False
         self._ended = False
@@ -160,7 +168,7 @@ class Exchange:
     def start(self, fresh: bool = False) -> None:
         """Make an attempt, on a new connection if `fresh`."""
         self._attempts += 1
-        connection = None if fresh else self._listener.attempt.connections.acquire()
+        connection = None if fresh else self._attempt.connections.acquire()
         if connection is not None:
             self._send(connection)
         else:
@@ -169,13 +177,13 @@ class Exchange:
     def _send(self, connection: UpstreamConnection) -> None:
         self._connection = connection
         self._silent_since = self._deadlines.now
-        connection.send(self, self._listener.attempt.request_parts)
+        connection.send(self, self._attempt.request_parts)
         if self._paused:
             connection.pause()
 
     async def _connect(self) -> None:
         try:
-            connection = await self._listener.attempt.connections.connect(self._deadlines.connect_seconds)
+            connection = await self._attempt.connections.connect(self._deadlines.connect_seconds)
         except OSError as error:
             self._connecting = None
             kind = "timed out" if isinstance(error, TimeoutError) else "refused"
@@ -217,40 +225,52 @@ class Exchange:
         forwarded = head.notes.get("forwarded")
         if forwarded is None:
             forwarded = head.notes["forwarded"] = _forwarded(head)
-        attempt = self._listener.attempt
+        attempt = self._attempt
         if attempt.reads_head:
             self._report_answer(head)
-        return b"%b%b%b\r\n" % (forwarded, attempt.answer_headers, self._framing(head))
+        return b"".join((forwarded, attempt.answer_headers, self._framing(head), b"\r\n"))
 
     def _framing(self, head: ResponseHead) -> bytes:
         """The headers that say where our answer's body ends, and whether the connection does."""
         client, length = self._client, head.length
+        if self._attempt.strips_usage and length < 0 and head.status == 200 and self._is_event_stream():
+            return self._framing_of_stripped(length)
         if length >= 0:
             # These statuses have no body, and 204 must not state a length (RFC 9110 8.6).
             stated = b"" if head.status in (204, 304) else b"content-length: %d\r\n" % length
-            return stated + client.connection_header
+            return stated + client.connection_header()
         if client.http10:
             self._undelivered = b"" if length == CHUNKED else None
             return b"connection: close\r\n"
         self._rechunk = length == UNTIL_CLOSE
-        return b"transfer-encoding: chunked\r\n" + client.connection_header
+        return b"transfer-encoding: chunked\r\n" + client.connection_header()
+
+    def _framing_of_stripped(self, length: int) -> bytes:
+        """What is taken out changes the framing: chunks are unpacked, and made anew for those who know them."""
+        self._stripper = UsageStripper()
+        self._undelivered = b"" if length == CHUNKED else None
+        if self._client.http10:
+            return b"connection: close\r\n"
+        self._rechunk = True
+        return b"transfer-encoding: chunked\r\n" + self._client.connection_header()
 
     def response_body(self, data: bytes, done: bool) -> None:
         if self._flowing and not done:
             # A chunk in the middle of a stream: what costs here is paid for every token.
-            self._silent_since = self._deadlines.now
             self._body_bytes += len(data)
             self._previous_chunk, self._last_chunk = self._last_chunk, data
             self._client.write(data)
             return
         if not self._body_bytes and data:
             self._report_first_byte()
+        self._body_bytes += len(data)
         if done:
             self._connection = None
-        self._silent_since = self._deadlines.now
-        self._body_bytes += len(data)
-        self._previous_chunk, self._last_chunk = self._last_chunk, data
-        if self._rechunk or self._undelivered is not None:
+            # Engines write usage, `[DONE]` and the end of the chunks one by one: all three are the tail.
+            self._last_chunk += data
+        else:
+            self._previous_chunk, self._last_chunk = self._last_chunk, data
+        if self._rechunk or self._undelivered is not None or self._stripper is not None:
             try:
                 self._write_reframed(data, done)
             except FramingError:
@@ -271,9 +291,13 @@ class Exchange:
 
     def _write_reframed(self, data: bytes, done: bool) -> None:
         if self._undelivered is not None:
-            content, self._undelivered = take_chunks(self._undelivered + data)
-            if content:
-                self._client.write(content)
+            data, self._undelivered = take_chunks(self._undelivered + data)
+        if self._stripper is not None:
+            data = self._stripper.feed(data)
+            data += self._stripper.end() if done else b""
+        if not self._rechunk:
+            if data:
+                self._client.write(data)
             return
         if data:
             self._client.write(b"%x\r\n%b\r\n" % (len(data), data))
@@ -300,6 +324,7 @@ class Exchange:
             self._refuse(InternalError())
             return
         if again:
+            self._attempt = self._listener.attempt
             # Where one kept-alive connection was stale, so may be its neighbours.
             self.start(fresh=not elsewhere)
         else:
@@ -335,9 +360,9 @@ class Exchange:
         )
 
     def _ends_event(self) -> bool:
-        """Whether the last event is complete."""
+        """Whether the last event that the client got is complete."""
         tail = self._tail()
-        return not tail or tail.endswith(_EVENT_ENDS)
+        return self._stripper is not None or not tail or tail.endswith(_EVENT_ENDS)
 
     # The client's side
 
@@ -376,8 +401,9 @@ class Exchange:
 
     def check(self, now: float) -> None:
         """Called about once a second: has the worker been silent for too long?"""
-        if self._connection is None or self._paused:
-            self._silent_since = now
+        if self._connection is None or self._paused or self._body_bytes != self._checked_bytes:
+            # Chunks only add to the count: most of them come and go between two sweeps.
+            self._silent_since, self._checked_bytes = now, self._body_bytes
             return
         limit = self._deadlines.first_byte_seconds if self._head is None else self._deadlines.idle_seconds
         if limit is None or now - self._silent_since < limit:
@@ -424,7 +450,8 @@ class Exchange:
         self._ended = True
         head_status = self._head.status if self._head is not None else 0
         try:
-            self._listener.ended(ending, status or head_status, self._body_bytes, self._tail())
+            tail = self._tail() if self._stripper is None else self._stripper.stripped or self._tail()
+            self._listener.ended(ending, status or head_status, self._body_bytes, tail)
         except Exception:
             # A fault in the accounts must not cost the client its answer.
             logger.exception("cannot account for an exchange")

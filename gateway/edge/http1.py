@@ -8,7 +8,9 @@ import re
 from collections.abc import Callable
 from functools import lru_cache
 from http import HTTPStatus
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
+
+import msgspec
 
 from gateway.errors import BadRequest, HeaderTooLarge
 
@@ -59,7 +61,7 @@ class FramingError(Exception):
     """The peer broke HTTP's framing; the connection cannot be used any further."""
 
 
-class RequestHead(NamedTuple):
+class RequestHead(msgspec.Struct, frozen=True):
     method: bytes
     target: bytes
     headers: Headers
@@ -72,8 +74,16 @@ class RequestHead(NamedTuple):
     """What later stages have derived from the head alone. Heads that differ in their length only share it."""
 
     def with_length(self, length: int) -> "RequestHead":
-        method, target, headers, _, keep_alive, http10, expects_continue, notes = self
-        return RequestHead(method, target, headers, length, keep_alive, http10, expects_continue, notes)
+        return RequestHead(
+            self.method,
+            self.target,
+            self.headers,
+            length,
+            self.keep_alive,
+            self.http10,
+            self.expects_continue,
+            self.notes,
+        )
 
     @property
     def path(self) -> bytes:
@@ -87,7 +97,7 @@ class RequestHead(NamedTuple):
         return None
 
 
-class ResponseHead(NamedTuple):
+class ResponseHead(msgspec.Struct, frozen=True):
     status: int
     headers: Headers
     length: int
@@ -97,9 +107,9 @@ class ResponseHead(NamedTuple):
     """As `RequestHead.notes`."""
 
     def with_length(self, length: int) -> "ResponseHead":
-        status, headers, _, keep_alive, notes = self
         # A status without a body has none whatever its head says.
-        return ResponseHead(status, headers, length if self.length or status not in _BODILESS else 0, keep_alive, notes)
+        length = length if self.length or self.status not in _BODILESS else 0
+        return ResponseHead(self.status, self.headers, length, self.keep_alive, self.notes)
 
 
 Head = TypeVar("Head", RequestHead, ResponseHead)
@@ -275,15 +285,27 @@ def _chunk_size(line: bytes) -> int:
     return int(match[1], 16)
 
 
+@lru_cache(maxsize=1024)
+def chunk_start(size: int) -> bytes | tuple[()]:
+    """How one whole chunk begins that takes `size` bytes on the wire, written as nearly everyone writes it; what no
+    bytes start with where there is none of that size."""
+    for digits in range(1, len(f"{size:x}") + 1):
+        content = size - digits - len(b"\r\n\r\n")
+        if content > 0 and len(f"{content:x}") == digits:
+            return b"%x\r\n" % content
+    return ()
+
+
 class BodyEnd:
     """Finds the last byte of one body among the bytes fed to it.
 
     `length` as in the heads. `feed(data)` answers how many bytes of `data` belong to the body; `done` says that the
     last of them has been seen; `at_chunk_boundary` that a chunk of our own could follow what has been fed.
-    Raises FramingError.
+    Where it says so, bytes that start with `chunk_start` of their number are one chunk and would leave all as it is:
+    they need not be fed. Raises FramingError.
     """
 
-    __slots__ = ("_chunked", "_line", "_remaining", "_trailer", "done")
+    __slots__ = ("_chunked", "_line", "_remaining", "_trailer", "at_chunk_boundary", "done")
 
     def __init__(self, length: int) -> None:
         self._chunked = length == CHUNKED
@@ -291,11 +313,8 @@ class BodyEnd:
         self._line = b""
         """An incomplete chunk header, kept until its line ends."""
         self._trailer = False
+        self.at_chunk_boundary = self._chunked
         self.done = length == 0
-
-    @property
-    def at_chunk_boundary(self) -> bool:
-        return self._chunked and not self._remaining and not self._line and not self._trailer
 
     def feed(self, data: bytes) -> int:
         if self._chunked:
@@ -315,6 +334,7 @@ class BodyEnd:
             self._remaining = position - size
             return size
         self._remaining = 0
+        self.at_chunk_boundary = False
         while position < size:
             if self._trailer:
                 return self._feed_trailer(data, position)
@@ -324,8 +344,9 @@ class BodyEnd:
                 if len(self._line) > CHUNK_LINE_BYTES_MAX:
                     raise FramingError("chunk header too long")
                 return size
-            line = self._line + data[position:line_end]
-            self._line = b""
+            line = data[position:line_end]
+            if self._line:
+                line, self._line = self._line + line, b""
             chunk = _chunk_size(line)
             position = line_end + 1
             if not chunk:
@@ -333,6 +354,7 @@ class BodyEnd:
                 continue
             position += chunk + 2
         self._remaining = position - size
+        self.at_chunk_boundary = position == size and not self._line and not self._trailer
         return size
 
     def _feed_trailer(self, data: bytes, position: int) -> int:

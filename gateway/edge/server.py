@@ -24,6 +24,7 @@ from types import CoroutineType
 from typing import Any, NamedTuple, Protocol, cast
 from urllib.parse import unquote
 
+import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.edge.exchange import Deadlines, Exchange, Listener
@@ -50,7 +51,7 @@ _DRAINING_SECONDS_MAX = 5.0
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
-class Inbound(NamedTuple):
+class Inbound(msgspec.Struct, frozen=True, gc=False):
     """A complete request, as the edge hands it to the pipeline."""
 
     head: RequestHead
@@ -296,7 +297,7 @@ class EdgeProtocol(asyncio.Protocol):
                 route = head.notes["route"] = self._route_of(head)
             self._path, target, hot = route
             if target is not None:
-                self._head = head._replace(target=target)
+                self._head = msgspec.structs.replace(head, target=target)
             self.http10 = head.http10
             self._since = self._deadlines.now
             start, length = end + 4, head.length
@@ -411,7 +412,6 @@ class EdgeProtocol(asyncio.Protocol):
 
     # exchange.Client
 
-    @property
     def connection_header(self) -> bytes:
         if self._head is None or self._closing or not self._head.keep_alive:
             return b"connection: close\r\n"
@@ -465,7 +465,7 @@ class EdgeProtocol(asyncio.Protocol):
         lines = [status_line(error.status)]
         lines += [b"%b: %b\r\n" % field for field in error.headers() if field[0] != b"connection"]
         lines.append(self._edge.handler.answer_headers(self._head))
-        lines.append(self.connection_header)
+        lines.append(self.connection_header())
         lines.append(b"content-length: %d\r\n\r\n%b" % (len(body), body))
         self._transport.write(b"".join(lines))
 

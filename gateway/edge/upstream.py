@@ -8,7 +8,15 @@ import asyncio
 import ssl
 from typing import Protocol, cast
 
-from gateway.edge.http1 import UNTIL_CLOSE, BodyEnd, FramingError, HeadReader, ResponseHead, parse_response_head
+from gateway.edge.http1 import (
+    UNTIL_CLOSE,
+    BodyEnd,
+    FramingError,
+    HeadReader,
+    ResponseHead,
+    chunk_start,
+    parse_response_head,
+)
 
 RESPONSE_HEAD_BYTES_MAX = 65_536
 
@@ -86,13 +94,17 @@ class UpstreamConnection(asyncio.Protocol):
         self._pool.opened(self)
 
     def data_received(self, data: bytes) -> None:
-        receiver = self._receiver
+        receiver, end = self._receiver, self._end
         if receiver is None:
             # A worker that speaks unasked (a late 408, say) is about to close.
             self.abort()
             return
+        if end is not None and end.at_chunk_boundary and data.startswith(chunk_start(len(data))):
+            # One chunk with one read, as most tokens of a stream come: nothing to be found out about it.
+            receiver.response_body(data, False)
+            return
         try:
-            if self._end is None:
+            if end is None:
                 data = self._receive_head(data)
                 head = self._head
                 if head is None:
@@ -101,17 +113,17 @@ class UpstreamConnection(asyncio.Protocol):
                     self._release(head.keep_alive)
                     receiver.response_complete(head, data)
                     return
-                self._end = BodyEnd(head.length)
+                end = self._end = BodyEnd(head.length)
                 receiver.response_started(head, bool(data))
                 if not data:
                     return
-            taken = self._end.feed(data)
+            taken = end.feed(data)
         except FramingError as error:
             # What of `data` is sound has not been handed on: the receiver is not at a chunk's end, wherever we are.
             self._end = None
             self._fail(str(error), answered=True)
             return
-        if not self._end.done:
+        if not end.done:
             receiver.response_body(data, False)
             return
         surplus = taken < len(data)

@@ -1,6 +1,6 @@
 -- One turn of a gateway at the directory of workers.
 --
--- KEYS[1]  HASH worker name -> JSON {url, model, block_size_tokens, until_ms} or {removed: true, expired, until_ms}
+-- KEYS[1]  HASH worker name -> JSON {url, further settings, until_ms} or {removed: true, expired, until_ms}
 -- ARGV     lease in ms | how many entries follow | for each: name, "put" or "offer", JSON |
 --          the names of workers that the gateway finds well
 --

@@ -67,20 +67,41 @@ class DirectoryStats(NamedTuple):
     """Why the directory could not be reached; empty when it could."""
 
 
+class _Removal(msgspec.Struct, frozen=True):
+    removed: bool = False
+    expired: bool = False
+
+
+_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(WorkerConfig) if field.name != "name"}
+
+
 class _Entry(msgspec.Struct, frozen=True):
     """A value of the hash; `removed` says that there is no such worker any longer."""
 
-    url: str = ""
-    model: str = ""
-    block_size_tokens: int = 0
+    settings: Mapping[str, Any] = {}
+    """Of a worker's configuration what is not as always, but its name."""
     removed: bool = False
     expired: bool = False
     """Removed since nobody found it well."""
 
-    def config(self, name: str) -> WorkerConfig:
+    @classmethod
+    def of(cls, config: WorkerConfig) -> "_Entry":
+        stated = msgspec.to_builtins(config)
+        settings = {key: stated[key] for key, default in _DEFAULTS.items() if stated[key] != default}
+        return cls({**settings, "url": config.url.rstrip("/")})
+
+    @classmethod
+    def read(cls, document: bytes) -> "_Entry":
         """Raises ValueError (msgspec.ValidationError is one)."""
-        fields = {"url": self.url, "name": name, "model": self.model, "block_size_tokens": self.block_size_tokens}
-        return msgspec.convert(fields, WorkerConfig)
+        values = msgspec.json.decode(document, type=dict[str, Any])
+        removal = msgspec.convert(values, _Removal)
+        # What a later version has written besides is nothing to this one.
+        settings = {key: value for key, value in values.items() if key in _DEFAULTS}
+        return cls(settings, removal.removed, removal.expired)
+
+    def config(self, name: str) -> WorkerConfig:
+        """Raises ValueError."""
+        return msgspec.convert({**self.settings, "name": name}, WorkerConfig)
 
 
 class _Change(NamedTuple):
@@ -137,9 +158,9 @@ class Directory:
         async with self._turn:
             record = await self._fleet.register(config)
             for name, entry in list(self._shared.items()):
-                if entry.url == record.url and name != record.name:
+                if entry.settings.get("url") == record.url and name != record.name:
                     self._forget(name)
-            entry = _Entry(record.url, config.model, config.block_size_tokens)
+            entry = _Entry.of(config)
             self._list(record.name, entry, "put")
             await self._pass_on()
             return record
@@ -186,9 +207,8 @@ class Directory:
     # Telling
 
     def _list(self, name: str, entry: _Entry, mode: str) -> None:
-        document = {"url": entry.url, "model": entry.model, "block_size_tokens": entry.block_size_tokens}
         self._shared[name] = entry
-        self._pending[name] = _Change(mode, orjson.dumps(document))
+        self._pending[name] = _Change(mode, orjson.dumps(entry.settings))
 
     def _forget(self, name: str) -> None:
         self._shared.pop(name, None)
@@ -223,7 +243,7 @@ class Directory:
         """Bring the fleet in line. `recent`: no removal can have been missed, so what is absent was lost."""
         for name, document in listed.items():
             try:
-                entry = msgspec.json.decode(document, type=_Entry)
+                entry = _Entry.read(document)
                 config = None if entry.removed else entry.config(name)
             except ValueError:
                 self._malformed += 1
@@ -264,8 +284,8 @@ class Directory:
             await self._fleet.remove(name)
 
 
-def _meaning(config: WorkerConfig) -> tuple[str, str, int]:
-    return config.url.rstrip("/"), config.model, config.block_size_tokens
+def _meaning(config: WorkerConfig) -> Mapping[str, Any]:
+    return _Entry.of(config).settings
 
 
 def _pairs(raw: list[bytes]) -> dict[str, bytes]:

@@ -28,14 +28,13 @@ from cachecore.holders import Worker
 from cachecore.index.content_feed import ContentFeed
 from cachecore.index.contract import PrefixIndex
 from cachecore.rekey import Rekeyer, RekeyStats
+from gateway.fleet.framing import MESSAGE_BYTES_MAX, live_message, replay_request, replayed_message
 from gateway.fleet.sequence import Action, Apply, Replay, SequenceTracker, Void, VoidReason
 
 logger = logging.getLogger(__name__)
 
-_END_OF_REPLAY: Final = b"\xff" * 8
-_MESSAGE_BYTES_MAX: Final = 64 * 2**20
-_SEQUENCE_BYTES: Final = 8
 _READS_PER_TURN: Final = 32
+_BEHIND_BATCHES: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +47,8 @@ class EventSource:
     """Prefix of the topics to read; empty reads all."""
     bind: bool = False
     """Bind the live endpoint, for engines configured to connect to it."""
+    not_before: float = 0.0
+    """Wall-clock seconds. Batches that are older say nothing: the cache was emptied since, without a word for it."""
     expected_rank: int | None = None
     """Batches that name another data-parallel rank are dropped and counted; None takes all."""
     replay_timeout_seconds: float = 5.0
@@ -75,6 +76,8 @@ class IntakeStats:
     gaps: int = 0
     """Times that batches were lost for good and the holder was cleared."""
     restarts: int = 0
+    doubted: int = 0
+    """Times that what it held was forgotten because it had turned out wrong."""
     replays: int = 0
     """Asked for, the first one included."""
     replays_failed: int = 0
@@ -89,7 +92,7 @@ class IntakeStats:
 class EventIntake:
     """Follows the events of one rank of one life of a worker, from `start` to `stop`, on the running loop.
 
-    `on_void` is called after everything known of the holder was dropped: its trust falls until events rebuild it.
+    `on_void` is called after everything known of the holder was dropped.
 
     `contents`, where texts are looked up, is told of what the rekeyer's stores say. It is of this process alone: it
     knows the holder from here on, and no longer than the intake follows it.
@@ -163,6 +166,16 @@ class EventIntake:
             task.cancel()
         return tasks
 
+    def forget(self, reread: bool) -> None:
+        """What the holder was believed to hold is wrong: forget it, and with `reread` begin again with what the
+        publisher can show."""
+        self._do(self._tracker.doubt(reread))
+
+    @property
+    def behind(self) -> bool:
+        """Whether what has come in cannot yet be seen in the index."""
+        return self._tracker.replaying or len(self._queue) > _BEHIND_BATCHES
+
     def stats(self) -> IntakeStats:
         self._stats.queued = len(self._queue)
         return self._stats
@@ -175,15 +188,16 @@ class EventIntake:
     def _socket(self, kind: int) -> zmq.asyncio.Socket:
         socket = self._context.socket(kind)
         socket.setsockopt(zmq.RCVHWM, self.source.waiting_batches_max)
-        socket.setsockopt(zmq.MAXMSGSIZE, _MESSAGE_BYTES_MAX)
+        socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
         return socket
 
     async def _read_live(self, live: zmq.asyncio.Socket) -> None:
         while True:
             frames = await live.recv_multipart()
             self._stats.last_seen = time.monotonic()
-            if len(frames) == 3 and len(frames[1]) == _SEQUENCE_BYTES:
-                self._do(self._tracker.live(int.from_bytes(frames[1], "big"), frames[2]))
+            message = live_message(frames)
+            if message is not None:
+                self._do(self._tracker.live(message.sequence, message.payload))
             else:
                 self._stats.malformed += 1
             await self._room()
@@ -204,18 +218,18 @@ class EventIntake:
         with self._socket(zmq.DEALER) as dealer:
             dealer.linger = 0
             dealer.connect(endpoint)
-            await dealer.send_multipart([b"", start.to_bytes(_SEQUENCE_BYTES, "big")])
+            await dealer.send_multipart(replay_request(start))
             while True:
                 silence.reschedule(loop.time() + self.source.replay_timeout_seconds)
                 frames = await dealer.recv_multipart()
                 silence.reschedule(None)
-                sequence, payload = _replayed(frames)
-                if sequence == _END_OF_REPLAY:
-                    return True
-                if len(sequence) == _SEQUENCE_BYTES:
-                    self._do(self._tracker.replayed(int.from_bytes(sequence, "big"), payload))
-                else:
+                message = replayed_message(frames)
+                if message is None:
                     self._stats.malformed += 1
+                elif message.ends_replay:
+                    return True
+                else:
+                    self._do(self._tracker.replayed(message.sequence, message.payload))
                 await self._room()
 
     async def _room(self) -> None:
@@ -280,6 +294,8 @@ class EventIntake:
         if wanted is not None and batch.rank is not None and batch.rank != wanted:
             self._stats.other_rank += 1
             events = ()
+        if 0.0 < batch.timestamp < self.source.not_before:
+            events = ()
         self._stats.batches += 1
         self._stats.events += len(events)
         if batch.timestamp:
@@ -304,17 +320,15 @@ class EventIntake:
         self._rekeyer.clear()
         self._index.forget(self.holder)
         self._forget_contents()
-        if reason is VoidReason.GAP:
-            self._stats.gaps += 1
-        else:
-            self._stats.restarts += 1
+        match reason:
+            case VoidReason.GAP:
+                self._stats.gaps += 1
+            case VoidReason.RESTART:
+                self._stats.restarts += 1
+            case VoidReason.DOUBT:
+                self._stats.doubted += 1
         self._on_void(reason)
 
     def _forget_contents(self) -> None:
         if self._contents is not None:
             self._contents.forget(self.holder)
-
-
-def _replayed(frames: Sequence[bytes]) -> tuple[bytes, bytes]:
-    """Sequence and payload of a replay's answer: `["", topic, sequence, payload]`, formerly without the topic."""
-    return (frames[-2], frames[-1]) if len(frames) in (3, 4) else (b"", b"")

@@ -8,13 +8,17 @@ from cachecore.holders import Tier, Worker
 from cachecore.index.chains import ChainMultiset
 from cachecore.index.contract import Match, PrefixIndex
 from cachecore.scope import Fidelity
-from gateway.fleet.worker import EngineLoad, ModelPool, Parity, WorkerRecord
+from gateway.fleet.engines.contract import EngineLoad
+from gateway.fleet.trust import TrustLevel
+from gateway.fleet.worker import ModelPool, Parity, WorkerRecord
 from policies.contract import Evidence, FleetRates, Snapshot, WorkerView
 from policies.estimates import FleetEstimates
 from policies.state.history import RoutingHistory
 from policies.state.inflight import InflightAccounting, WorkerKey
 from policies.state.predictions import PredictedInsertions
 
+# A named tuple's own constructor is a function in Python.
+_new = tuple.__new__
 _RATES_SECONDS = 0.02
 
 
@@ -81,6 +85,7 @@ class Knowledge:
         block = pool.block_size_tokens
         # A full hit still computes its last token, and engines give up that token's whole block.
         cap = (prompt_tokens - 1) // block * block if prompt_tokens else 0
+        caps_differ = pool.caps_differ
         confirmed = _confirmed_blocks(match, accepted) if match.depths else _NOTHING
         predicted = recorded = None
         ranks, views = self._ranks, []
@@ -89,9 +94,13 @@ class Knowledge:
             if known is None or known.holders is not record.holders:
                 known = self._look_up_ranks(record)
             views += known.views
-            if record.parity is _FAILED:
+            if caps_differ:
+                cap = record.hit_tokens_max(prompt_tokens, block)
+            trust = record.trust
+            level = trust.level
+            if record.parity is _FAILED or level is _LOAD:
                 known.believe(_NOTHING, block, cap, _NONE)
-            elif record.events_trusted and not own_history_only:
+            elif level is _BELIEVED and not own_history_only:
                 # Of a worker whose events we follow we know what it will have; of another, what we sent it.
                 if predicted is None:
                     predicted = self._predicted(chain, now, accepted)
@@ -100,7 +109,23 @@ class Knowledge:
                 if recorded is None:
                     recorded = self.history.depths(chain)
                 known.believe(recorded, block, cap, _HISTORY)
-        return Snapshot(now, views, self._rates_of(now, len(views)))
+                if confirmed and not own_history_only and trust.guesses_by_index:
+                    known.guess(confirmed, block, cap)
+        # Where workers divide the work, a request is counted at two of them.
+        workers = len(pool.workers) if pool.prefill_workers else len(views)
+        return _new(Snapshot, (now, views, self._rates_of(now, workers), None))
+
+    def confirmed_tokens(self, match: Match, holder: Worker, prompt_tokens: int, block: int) -> int:
+        """Leading tokens of a prompt that the index says a worker has unchanged, capped as in `snapshot`."""
+        depth = max(
+            (
+                depth
+                for (place, _, fidelity), depth in match.depths.items()
+                if place == holder and fidelity is Fidelity.EXACT
+            ),
+            default=0,
+        )
+        return min(depth * block, max(prompt_tokens - 1, 0) // block * block)
 
     def _predicted(self, chain: Chain, now: float, accepted: Fidelity) -> Mapping[WorkerKey, int]:
         predicted = self.predictions.depths(chain, now)
@@ -146,6 +171,14 @@ class _Ranks:
             view.confirmed_tokens = 0
             view.tier_tokens = _NO_TIERS
 
+    def guess(self, confirmed: Mapping[Worker, list[int]], block: int, cap: int) -> None:
+        """Write down what events said of it once, where that is more."""
+        for view, _, holder in self._keyed:
+            depths = confirmed.get(holder)
+            matched = min(depths[Tier.L2] * block, cap) if depths is not None else 0
+            if matched > view.matched_tokens:
+                view.matched_tokens, view.evidence = matched, _HISTORY
+
     def know(
         self, confirmed: Mapping[Worker, list[int]], predicted: Mapping[WorkerKey, int], block: int, cap: int
     ) -> None:
@@ -165,6 +198,7 @@ class _Ranks:
 
 # Members of enumerations are looked up by a slow path.
 _FAILED = Parity.FAILED
+_BELIEVED, _LOAD = TrustLevel.EXACT, TrustLevel.LOAD
 _EXACT, _PREDICTED, _HISTORY, _NONE = Evidence.EXACT, Evidence.PREDICTED, Evidence.HISTORY, Evidence.NONE
 _NOTHING: "Mapping[Any, Any]" = {}
 _NO_TIERS = (0, 0, 0)

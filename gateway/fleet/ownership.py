@@ -29,9 +29,10 @@ from cachecore.index.redis import SharedIndex
 from cachecore.index.schema import NO_NAMING, HolderSnapshot
 from cachecore.ledgers import RestoredRun
 from cachecore.store import StoreError
+from gateway.fleet.engines.contract import EventEndpoints
 from gateway.fleet.intake import EventIntake
 from gateway.fleet.streams import Intakes, Resume, stop_intake
-from gateway.fleet.worker import EventEndpoints, ModelPool, WorkerRecord
+from gateway.fleet.worker import ModelPool, WorkerRecord
 
 logger = logging.getLogger("ropeway.ownership")
 
@@ -101,7 +102,8 @@ class LeasedStreams:
         streams = [stream for stream in self._streams.values() if stream.record is record]
         for stream in streams:
             del self._streams[stream.holder]
-        record.intakes, record.events_trusted = [], False
+        record.intakes = []
+        record.trust.follow(False)
         for stream in streams:
             await self._end_change(stream)
         await self._hand_over(streams)
@@ -193,8 +195,8 @@ class LeasedStreams:
         for streams in by_record.values():
             record = streams[0].record
             record.intakes = [stream.intake for stream in streams if stream.intake is not None]
-            record.events_trusted = all(
-                stream.intake is not None or self._index.fresh(stream.holder) for stream in streams
+            record.trust.follow(
+                all(stream.intake is not None or self._index.fresh(stream.holder) for stream in streams)
             )
 
     # Changes of hands

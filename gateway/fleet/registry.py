@@ -21,11 +21,15 @@ from cachecore.prompts.contract import Renderer
 from cachecore.prompts.plain import PlainRenderer
 from gateway.config import ProbesConfig, WorkerConfig
 from gateway.errors import BadRequest, ModelNotFound, NotFound, NoWorker
-from gateway.fleet import parity, probe
+from gateway.fleet import parity
+from gateway.fleet.engines.contract import Discovery, EngineAdapter, ModelEntry
+from gateway.fleet.engines.discovery import Found, discover
+from gateway.fleet.engines.questions import ProbeError, Questions
 from gateway.fleet.knowledge import Knowledge
-from gateway.fleet.probe import ProbeError
+from gateway.fleet.scrutiny import Sample, SampleBudget, Scrutiny
 from gateway.fleet.streams import EventStreams
-from gateway.fleet.worker import Discovery, ModelEntry, ModelPool, Parity, WorkerRecord
+from gateway.fleet.trust import Trust
+from gateway.fleet.worker import ModelPool, Parity, WorkerRecord
 
 logger = logging.getLogger("ropeway.fleet")
 
@@ -54,12 +58,16 @@ class Fleet:
         self._epochs = epochs or OwnEpochs()
         self._http = httpx.AsyncClient(timeout=probes.timeout_seconds, trust_env=False)
         self._tasks: dict[WorkerRecord, asyncio.Task[None]] = {}
+        self._scrutinies: dict[WorkerRecord, Scrutiny] = {}
+        self._budget = SampleBudget()
         self._membership = asyncio.Lock()
         """Held while workers are added or removed."""
         self.workers: dict[str, WorkerRecord] = {}
         self.pools: dict[str, ModelPool] = {}
         self._adapters: dict[str, str] = {}
         """Adapter to base model."""
+        self._turn = 0
+        """Whose turn it is to tokenize for others."""
 
     @property
     def http(self) -> httpx.AsyncClient:
@@ -84,6 +92,7 @@ class Fleet:
             for other in [w for w in self.workers.values() if w.name == record.name or w.url == record.url]:
                 await self._detach(other)
             self.workers[record.name] = record
+            self._scrutinies[record] = Scrutiny(record, self._http, self._budget)
             self._tasks[record] = asyncio.create_task(self._follow(record), name=f"probe {record.name}")
         return record
 
@@ -102,6 +111,7 @@ class Fleet:
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
+        del self._scrutinies[record]
         await self._streams.leave(record)
         record.healthy = False
         record.reason = "removed"
@@ -142,6 +152,8 @@ class Fleet:
         """The workers that may serve a request now. Raises NoWorker when there is none."""
         # `WorkerRecord.eligible`, without a call for each worker of each request.
         workers = [w for w in pool.workers if w.healthy and not w.draining]
+        if pool.prefill_workers:
+            workers = [w for w in workers if w not in pool.prefill_workers]
         if adapter:
             workers = [w for w in workers if adapter in w.models]
         if excluded:
@@ -149,6 +161,10 @@ class Fleet:
         if not workers:
             raise NoWorker(f"no healthy worker serves {adapter or pool.model!r} now")
         return workers
+
+    def prefill_candidates(self, pool: ModelPool, adapter: str = "") -> list[WorkerRecord]:
+        """The workers that may compute prompts for others now."""
+        return [w for w in pool.prefill_workers if w.eligible and (not adapter or adapter in w.models)]
 
     def models(self) -> list[ModelEntry]:
         """The union of the workers' model entries, fields as they came: one an id, with the smallest context length."""
@@ -171,21 +187,40 @@ class Fleet:
 
     async def tokenize(self, pool: ModelPool, request: Mapping[str, Any]) -> Sequence[int] | None:
         """Token ids by a worker of the pool; None when none answers."""
-        for record in pool.workers:
-            if record.eligible and record.tokenizes:
+        able = [worker for worker in pool.workers if worker.eligible and worker.tokenizes]
+        able = [worker for worker in able if worker.parity is not Parity.FAILED] or able
+        self._turn += 1
+        for offset in range(len(able)):
+            record = able[(self._turn + offset) % len(able)]
+            if record.eligible:
                 try:
-                    return await probe.tokenize(self._http, record.url, request)
+                    return await record.adapter.tokenize(self._ask(record), request)
                 except ProbeError as error:
                     logger.info("worker %s: %s", record.name, error)
         return None
 
+    def _ask(self, record: WorkerRecord) -> Questions:
+        return Questions(self._http, record.url)
+
+    def sample(
+        self, record: WorkerRecord, pool: ModelPool, question: Mapping[str, Any], told: Sequence[int] | None = None
+    ) -> None:
+        """A prompt that a worker has answered, to compare token for token if it is time for that. `told`: what another
+        has told of it, where it cannot be tokenized here."""
+        scrutiny = self._scrutinies.get(record)
+        if scrutiny is None or not record.tokenizes:
+            record.answers_until_sampled = parity.SAMPLED_EVERY
+        else:
+            scrutiny.sample(Sample(pool, question, told))
+
     # Probing
 
     async def _follow(self, record: WorkerRecord) -> None:
-        # Two loops: a worker whose metrics hang is not asked less often whether it is well.
+        # Loops of their own: a worker whose metrics hang is not asked less often whether it is well.
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._watch(record))
             tasks.create_task(self._watch_load(record))
+            tasks.create_task(self._scrutinies[record].run())
 
     async def _watch_load(self, record: WorkerRecord) -> None:
         """Ask the engine for its queue as often as for its health, for as long as it answers that."""
@@ -207,7 +242,7 @@ class Fleet:
         holders = record.holders
         accounts = [self._knowledge.accounting.account(holder.name, holder.rank) for holder in holders]
         before = sum(account.inflight for account in accounts)
-        record.load = await probe.load(self._http, record.url)
+        record.load = await record.adapter.load(self._ask(record))
         if record.load is None:
             return False
         still_there = self.workers.get(record.name) is record and holders == record.holders
@@ -234,19 +269,25 @@ class Fleet:
             await asyncio.sleep(delay if record.healthy else min(delay, 0.25))
 
     async def _probe(self, record: WorkerRecord) -> None:
-        await probe.health(self._http, record.url)
-        discovery = await probe.discover(self._http, record.url)
-        returned = record.discovery is not None and not record.healthy
+        ask = self._ask(record)
+        await record.adapter.health(ask)
+        # One that was away may have come back as another engine.
+        earlier = Found(record.adapter, record.discovery) if record.healthy and record.discovery else None
+        adapter, discovery = await discover(ask, record.config, earlier)
+        returned = record.discovery is not None and not record.healthy and not record.asleep
         if self._new_life(record, discovery, returned):
-            await self._begin_life(record, discovery)
+            await self._begin_life(record, adapter, discovery)
         else:
-            record.discovery = discovery
+            await self._continue_life(record, discovery)
         self._rebuild_models()
         record.failed_probes = 0
-        if not record.healthy:
+        record.asleep = discovery.asleep
+        if discovery.asleep and not record.traits.wakes_itself:
+            self._mark_unhealthy(record, "asleep")
+        elif not record.healthy:
             record.healthy = True
             record.reason = ""
-            logger.info("worker %s is ready: %s", record.name, ", ".join(discovery.models))
+            logger.info("worker %s (%s) is ready: %s", record.name, adapter.name, ", ".join(discovery.models))
 
     def _new_life(self, record: WorkerRecord, discovery: Discovery, returned: bool) -> bool:
         if record.discovery is None:
@@ -256,7 +297,41 @@ class Fleet:
         # Without a word for it, having been away is all the evidence there is.
         return returned
 
-    async def _begin_life(self, record: WorkerRecord, discovery: Discovery) -> None:
+    async def _continue_life(self, record: WorkerRecord, discovery: Discovery) -> None:
+        """The same process as before, though perhaps not with the same cache."""
+        earlier = record.discovery
+        assert earlier is not None  # noqa: S101  a life has begun
+        discovery = record.discovery = discovery.completed(earlier)
+        reloaded = discovery.reloaded(earlier)
+        if reloaded:
+            await self._begin_again(record, f"something else is loaded as {reloaded}: {discovery.revisions[reloaded]}")
+        elif discovery.asleep != record.asleep:
+            await self._begin_again(record, "it has gone to sleep" if discovery.asleep else "it was asleep")
+        elif record.block_size_tokens and not earlier.block_size_tokens and not record.config.block_size_tokens:
+            pool = self._join_pool(record, discovery)
+            if pool.refresh_block_size():
+                await self._rename(pool)
+        elif record.parity_open:
+            await self._settle_parity(record, self._join_pool(record, discovery))
+
+    async def _begin_again(self, record: WorkerRecord, reason: str) -> None:
+        """Void what is known of the cache of a life that goes on: it was emptied, and events need not have said so."""
+        logger.info("worker %s: %s; what it held is forgotten", record.name, reason)
+        discovery = record.discovery
+        assert discovery is not None  # noqa: S101
+        for holder in record.holders:
+            self._knowledge.forget(holder)
+        await self._streams.leave(record)
+        for holder in record.holders:
+            self._knowledge.forget(holder)
+        record.trust = Trust()
+        if discovery.events is not None:
+            discovery.events = discovery.events.since(time.time())
+        pool = self._join_pool(record, discovery)
+        await self._settle_parity(record, pool)
+        await self._streams.follow(record, pool)
+
+    async def _begin_life(self, record: WorkerRecord, adapter: EngineAdapter, discovery: Discovery) -> None:
         """Void what is known of the former life, then learn what this one is."""
         said = discovery.epoch
         epoch = Epoch(said) if said is not None else await self._epochs.after(record.name, record.epoch)
@@ -266,8 +341,10 @@ class Fleet:
             self._knowledge.forget(holder)
         await self._streams.leave(record)
         record.connections.close_idle()
-        record.discovery = discovery
+        record.adapter, record.traits = adapter, adapter.traits
+        record.discovery, record.lacks = discovery, ()
         record.epoch = epoch
+        record.trust = Trust()
         ranks = discovery.events.ranks if discovery.events else 1
         record.holders = tuple(record.holder(rank) for rank in range(min(ranks, RANKS_MAX)))
         for holder in record.holders:
@@ -278,6 +355,7 @@ class Fleet:
             await self._rename(pool, record)
         await self._settle_parity(record, pool)
         await self._streams.follow(record, pool)
+        self._scrutinies[record].life_begun()
 
     def _join_pool(self, record: WorkerRecord, discovery: Discovery) -> ModelPool:
         model = record.config.model or next(name for name, entry in discovery.models.items() if not entry.parent)
@@ -289,6 +367,7 @@ class Fleet:
             pool = self.pools[model] = ModelPool(model)
         if record not in pool.workers:
             pool.workers.append(record)
+            pool.refresh_roles()
         self._choose_renderer(pool, discovery)
         return pool
 
@@ -299,7 +378,7 @@ class Fleet:
         if pool.renderer is None and discovery.tokenizer_fingerprint == PlainRenderer.fingerprint:
             pool.renderer = PlainRenderer()
 
-    async def _rename(self, pool: ModelPool, beginning: WorkerRecord) -> None:
+    async def _rename(self, pool: ModelPool, beginning: WorkerRecord | None = None) -> None:
         """The pool's block size has changed: every name made so far is void, and events must be read anew. Those of the
         worker whose life is beginning are read in a moment anyway."""
         for worker in pool.workers:
@@ -310,24 +389,21 @@ class Fleet:
                 await self._streams.follow(worker, pool)
 
     async def _settle_parity(self, record: WorkerRecord, pool: ModelPool) -> None:
-        if pool.renderer is None:
-            # Its own `/tokenize` names the prompts, if it has one: then there is nothing to compare.
-            ids = await probe.tokenize(self._http, record.url, {"model": pool.model, **parity.PROBES[0]})
-            known = ids is not None
-            parity.settle(record, Parity.PROVEN if known else Parity.UNVERIFIED, "" if known else "no /tokenize")
-            record.tokenizes = known
-            return
-        for request in parity.PROBES:
-            theirs = await probe.tokenize(self._http, record.url, {"model": pool.model, **request})
-            record.tokenizes = theirs is not None
-            if theirs is None:
-                parity.settle(record, Parity.UNVERIFIED, "the worker has no /tokenize")
-                return
-            difference = parity.compare(pool.renderer, request, theirs)
-            if difference:
-                parity.settle(record, Parity.FAILED, difference)
-                return
-        parity.settle(record, Parity.PROVEN)
+        told = pool.probe_tokens
+        if not any(w.eligible and w.parity is Parity.PROVEN for w in pool.workers if w is not record):
+            # Nobody is left who would tell what another worker told.
+            pool.probe_tokens = {}
+        try:
+            verdict = await parity.prove(record.adapter, self._ask(record), pool)
+            record.parity_open = False
+        except ProbeError as error:
+            # Busy, perhaps: the next probe asks again.
+            verdict = parity.Verdict(Parity.UNVERIFIED, str(error))
+            record.parity_open = True
+        if any(told.get(position, tokens) != tokens for position, tokens in pool.probe_tokens.items()):
+            pool.generation += 1
+        record.tokenizes = verdict.tokenizes
+        parity.settle(record, verdict.parity, verdict.reason)
 
     def _mark_unhealthy(self, record: WorkerRecord, reason: str) -> None:
         if record.healthy:
@@ -346,3 +422,4 @@ class Fleet:
             }
             self._adapters.update(dict.fromkeys(pool.adapters, pool.model))
             pool.transfers = any(worker.transfer is not None for worker in pool.workers)
+            pool.refresh_roles()

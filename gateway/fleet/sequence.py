@@ -29,6 +29,8 @@ class VoidReason(StrEnum):
     """Batches are lost for good."""
     RESTART = "restart"
     """The publisher has started over."""
+    DOUBT = "doubt"
+    """What it led us to believe has turned out wrong."""
 
 
 class Apply(NamedTuple):
@@ -124,6 +126,15 @@ class SequenceTracker:
         while self._waiting and not self.replaying:
             actions += self._next(self._waiting.popleft())
         return actions
+
+    def doubt(self, reread: bool) -> list[Action]:
+        """Void what was applied; `reread` begins again with what the publisher can still show."""
+        void = Void(VoidReason.DOUBT)
+        if not reread:
+            return [void]
+        self._unproven = False
+        self.expected = None
+        return [void, self._request(0, None)]
 
     def _next(self, message: Apply) -> list[Action]:
         """The next message, with no replay under way."""

@@ -17,8 +17,9 @@ from cachecore.index.contract import PrefixIndex
 from cachecore.ledgers import RestoredRun
 from cachecore.rekey import Rekeyer
 from cachecore.scope import Naming
+from gateway.fleet.engines.contract import EventEndpoints
 from gateway.fleet.intake import EventIntake, EventSource
-from gateway.fleet.worker import EventEndpoints, ModelPool, WorkerRecord
+from gateway.fleet.worker import ModelPool, WorkerRecord
 
 logger = logging.getLogger("ropeway.events")
 
@@ -27,7 +28,8 @@ NamingFor = Callable[[ModelPool, str | None, str | None], Naming | None]
 
 
 class EventStreams(Protocol):
-    """Keeps the index true about the workers it is told of. Sets `events_trusted` of their records."""
+    """Keeps the index true about the workers it is told of. Tells the records' `trust` whether their streams
+    are followed."""
 
     async def follow(self, record: WorkerRecord, pool: ModelPool) -> None:
         """A life of a worker has begun, or its blocks are named anew: follow the events of all its ranks."""
@@ -104,10 +106,11 @@ class OwnStreams:
             if intake is None:
                 return
             record.intakes.append(intake)
-            record.events_trusted = True
+            record.trust.follow(True)
 
     async def leave(self, record: WorkerRecord) -> None:
-        intakes, record.intakes, record.events_trusted = record.intakes, [], False
+        record.trust.follow(False)
+        intakes, record.intakes = record.intakes, []
         for intake in intakes:
             await stop_intake(intake)
 
@@ -123,11 +126,7 @@ async def stop_intake(intake: EventIntake) -> None:
 
 
 def event_source(endpoints: EventEndpoints, rank: int) -> EventSource:
-    replay = endpoints.replay_endpoint
-    return EventSource(_at_rank(endpoints.endpoint, rank), _at_rank(replay, rank) if replay else None, endpoints.topic)
-
-
-def _at_rank(endpoint: str, rank: int) -> str:
-    """Rank r publishes on the port r above the first one's (vLLM and SGLang alike)."""
-    base, _, port = endpoint.rpartition(":")
-    return f"{base}:{int(port) + rank}" if port.isdigit() else endpoint
+    socket = endpoints.sockets[rank]
+    return EventSource(
+        socket.endpoint, socket.replay_endpoint, socket.topic, bind=socket.bind, not_before=endpoints.not_before
+    )

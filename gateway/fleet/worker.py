@@ -5,14 +5,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import gcd
-from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from cachecore.holders import Epoch, Worker, WorkerName
 from cachecore.prompts.contract import Renderer
-from gateway.config import WorkerConfig
+from gateway.config import RoleName, WorkerConfig
 from gateway.edge.upstream import UpstreamPool
+from gateway.fleet.engines.contract import (
+    Discovery,
+    EngineAdapter,
+    EngineLoad,
+    EngineTraits,
+    Lack,
+    ModelEntry,
+    TransferAbility,
+)
+from gateway.fleet.engines.generic import GenericAdapter
 from gateway.fleet.intake import EventIntake
+from gateway.fleet.trust import Trust, TrustLevel
 
 DEFAULT_BLOCK_SIZE_TOKENS = 16
 _NO_EPOCH = Epoch(0)
@@ -29,82 +39,6 @@ class Parity(StrEnum):
     """It tokenizes differently: what we know of its cache does not apply, so it gets no affinity."""
 
 
-class ModelEntry(dict[str, Any]):
-    """An entry of a worker's `/v1/models`, kept with every field it came with."""
-
-    @property
-    def parent(self) -> str:
-        """The base model of an adapter; empty for a base model."""
-        return self.get("parent") or ""
-
-
-@dataclass(slots=True)
-class EventEndpoints:
-    """Where a worker publishes its KV events; rank r adds r to both ports."""
-
-    endpoint: str
-    replay_endpoint: str | None
-    topic: str
-    ranks: int = 1
-
-
-class EngineLoad(NamedTuple):
-    """What an engine said of its queue."""
-
-    running: int
-    waiting: int
-    at: float
-    """Wall-clock seconds."""
-
-
-class OpenPool(NamedTuple):
-    """An L2 pool that a worker has open, as it said."""
-
-    name: str
-    generation: int
-    run_blocks: int
-    """Runs are cut at multiples of it."""
-    codec: str
-
-
-@dataclass(frozen=True, slots=True)
-class TransferAbility:
-    """What a worker says that it can do with KV of others (`/server_info`, "transfer")."""
-
-    holder: Worker
-    """How it calls itself in plans; not this gateway's name for it."""
-    addresses: tuple[str, ...]
-    """Where it serves; empty when it only pulls."""
-    compatibility: str
-    """Digest of its class: KV is exchanged within one."""
-    codecs: frozenset[str]
-    """That it serves and takes."""
-    bytes_per_token: int
-    """Of raw KV, all layers."""
-    shifted: bool = False
-    """Whether it takes runs that stood at other positions."""
-    pools: tuple[OpenPool, ...] = ()
-
-
-@dataclass(slots=True)
-class Discovery:
-    """What a probe learned of a worker."""
-
-    models: dict[str, ModelEntry]
-    epoch: int | None = None
-    """The process's own word for its life; None when it has none."""
-    block_size_tokens: int = 0
-    max_model_len: int = 0
-    capacity_requests: int = 0
-    """Requests that one rank runs at once; 0 when it does not say."""
-    tokenizer_fingerprint: str = ""
-    events: EventEndpoints | None = None
-    transfer: TransferAbility | None = None
-    """None when it moves nothing."""
-    transfer_problem: str = ""
-    """Why what it says of that is not believed."""
-
-
 @dataclass(slots=True, eq=False)
 class WorkerRecord:
     """One registered worker. Identity is the object; `holder()` names one rank of its present life."""
@@ -116,7 +50,15 @@ class WorkerRecord:
     authority: bytes
     """Host header for requests to it."""
     epoch: Epoch = _NO_EPOCH
+    adapter: EngineAdapter = field(default_factory=GenericAdapter)
+    """How it is asked; of any OpenAI server until it is known which engine it is."""
+    traits: EngineTraits = field(default_factory=EngineTraits)
+    """Its adapter's."""
     discovery: Discovery | None = None
+    lacks: tuple[Lack, ...] = ()
+    """What it was started without, found out once in a life."""
+    asleep: bool = False
+    """It has given up its cache until it is woken."""
     healthy: bool = False
     draining: bool = False
     failed_probes: int = 0
@@ -124,18 +66,23 @@ class WorkerRecord:
     """Why it is unhealthy; empty when it is not."""
     parity: Parity = Parity.UNVERIFIED
     parity_reason: str = ""
-    parity_mismatches: int = 0
-    parity_matches: int = 0
+    parity_open: bool = False
+    """It did not answer when it was put to proof."""
+    parity_answers: int = 0
+    """A bit for each of the last answers, the latest lowest: whether its prompt was counted otherwise than by us."""
+    parity_matches_in_a_row: int = 0
+    answers_until_sampled: int = 0
+    """Then one of its prompts is compared token for token."""
     holders: tuple[Worker, ...] = ()
     """One for each rank of its present life."""
     tokenizes: bool = False
-    """Whether it answers `/tokenize`."""
+    """Whether it tells token ids of chats."""
     load: EngineLoad | None = None
     """Its last report; None when it makes none."""
     intakes: list[EventIntake] = field(default_factory=list)
     """Of the streams that this gateway follows itself."""
-    events_trusted: bool = False
-    """Whether all its event streams are followed, here or elsewhere, so that the index speaks for it."""
+    trust: Trust = field(default_factory=Trust)
+    """How far its events are believed, in its present life."""
     requests: int = 0
     failures: int = 0
     registered_at: float = field(default_factory=time.time)
@@ -160,12 +107,16 @@ class WorkerRecord:
         state = "healthy" if self.healthy else self.reason
         return f"WorkerRecord({self.name}, epoch={self.epoch}, {state})"
 
+    @property
+    def role(self) -> RoleName:
+        return self.config.role
+
     def holder(self, rank: int = 0) -> Worker:
         return Worker(self.name, self.epoch, rank)
 
     def vouches_for(self, holder: Worker) -> bool:
         """Whether the worker lives, in this life, and its own events say what it holds."""
-        return self.healthy and self.events_trusted and self.epoch == holder.epoch
+        return self.healthy and self.trust.level is TrustLevel.EXACT and self.epoch == holder.epoch
 
     @property
     def eligible(self) -> bool:
@@ -177,6 +128,12 @@ class WorkerRecord:
         if self.config.block_size_tokens:
             return self.config.block_size_tokens
         return self.discovery.block_size_tokens if self.discovery else 0
+
+    def hit_tokens_max(self, prompt_tokens: int, block: int) -> int:
+        """How much of a prompt it can have: the last token is computed again, by most engines with its whole block."""
+        before_last = max(prompt_tokens - 1, 0)
+        own = (self.block_size_tokens or block) if self.traits.hits_whole_blocks else 1
+        return before_last // own * own
 
     @property
     def transfer(self) -> TransferAbility | None:
@@ -194,21 +151,28 @@ class ModelPool:
     model: str
     renderer: Renderer | None = None
     """None while no way to tokenize is known; prompts are then named by the worker's own `/tokenize`."""
-    renderer_problem: str = ""
+    probe_tokens: dict[int, list[int]] = field(default_factory=dict)
+    """Without a renderer, token ids of the probe prompts as the first worker told them, by position."""
     block_size_tokens: int = DEFAULT_BLOCK_SIZE_TOKENS
+    caps_differ: bool = False
+    """Whether some engine gives up more, or less, of a whole hit than a block of this size."""
     workers: list[WorkerRecord] = field(default_factory=list)
     adapters: set[str] = field(default_factory=set)
     transfers: bool = False
     """Whether some worker says that it can move KV."""
+    prefill_workers: tuple[WorkerRecord, ...] = ()
+    """Those that are sent no client's request."""
     generation: int = 0
     """Grows whenever names made before are void: another block size, another renderer."""
 
+    def refresh_roles(self) -> None:
+        self.prefill_workers = tuple(worker for worker in self.workers if worker.role == "prefill")
+
     def refresh_block_size(self) -> bool:
         """Recompute the canonical block size, the greatest common divisor of the engines'. True when it changed."""
-        size = 0
-        for worker in self.workers:
-            size = gcd(size, worker.block_size_tokens)
-        size = size or DEFAULT_BLOCK_SIZE_TOKENS
+        sizes = [worker.block_size_tokens for worker in self.workers]
+        size = gcd(*sizes) or DEFAULT_BLOCK_SIZE_TOKENS
+        self.caps_differ = max(sizes, default=0) > size or not all(w.traits.hits_whole_blocks for w in self.workers)
         if size == self.block_size_tokens:
             return False
         self.block_size_tokens = size

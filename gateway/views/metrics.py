@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 from gateway.edge.exchange import Ending
 from gateway.fleet.knowledge import Knowledge
 from gateway.fleet.registry import Fleet
+from gateway.fleet.trust import TrustLevel
 from gateway.fleet.worker import Parity
 from policies.contract import Evidence, Receipt
 
@@ -101,10 +102,10 @@ class GatewayMetrics:
         """Count what was noted."""
         routed, self._routed = self._routed, []
         for receipt in routed:
-            chosen = receipt.candidate
-            self.decisions[(receipt.policy, chosen.worker, chosen.evidence)] += 1
+            worker, _, matched_tokens, _, _, evidence = receipt.candidate_fields[receipt.chosen]
+            self.decisions[(receipt.policy, worker, evidence)] += 1
             self.prompt_tokens += receipt.query.prompt_tokens
-            self.matched_tokens[chosen.evidence] += chosen.matched_tokens
+            self.matched_tokens[evidence] += matched_tokens
             self.decision.observe(receipt.decision_us / 1e6)
         ended, self._ended = self._ended, []
         for ending, status, seconds in ended:
@@ -218,7 +219,7 @@ class GatewayCollector(Collector):
             for name, value in (
                 ("healthy", float(record.eligible)),
                 ("parity_failed", float(record.parity is Parity.FAILED)),
-                ("events_trusted", float(record.events_trusted)),
+                ("events_trusted", float(record.trust.level is TrustLevel.EXACT)),
                 ("inflight_requests", sum(account.inflight for account in accounts)),
                 ("waiting_requests", sum(account.waiting for account in accounts)),
                 ("outstanding_prefill_seconds", sum(account.outstanding_prefill_seconds for account in accounts)),
@@ -226,6 +227,10 @@ class GatewayCollector(Collector):
             ):
                 gauges[name].add_metric((record.name,), value)
         yield from gauges.values()
+        roles = GaugeMetricFamily("ropeway_worker_role", "What a worker is for.", labels=("worker", "role"))
+        for record in self._fleet.workers.values():
+            roles.add_metric((record.name, record.role), 1.0)
+        yield roles
 
     def _index(self) -> Iterator[Metric]:
         stats = self._knowledge.index.stats()

@@ -6,10 +6,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from cachecore.index.schema import holder_id
+from gateway.fleet.engines.contract import Discovery
 from gateway.fleet.intake import EventIntake
 from gateway.fleet.knowledge import Knowledge
 from gateway.fleet.registry import Fleet
-from gateway.fleet.worker import Discovery, ModelPool, WorkerRecord
+from gateway.fleet.trust import TrustLevel
+from gateway.fleet.worker import ModelPool, WorkerRecord
 from gateway.prompts import Prompts
 from gateway.views.metrics import GatewayMetrics
 from gateway.views.receipts import Receipts
@@ -21,12 +23,17 @@ RECEIPTS_SHOWN = 20
 class WorkerStatus:
     name: str
     url: str
+    role: str
     healthy: bool
     draining: bool
     reason: str
     epoch: int
     ranks: int
     models: list[str]
+    engine: str
+    engine_version: str
+    lacks: list[dict[str, str]]
+    """What the engine was started without, what that costs and the remedy."""
     block_size_tokens: int
     max_model_len: int
     parity: str
@@ -34,6 +41,8 @@ class WorkerStatus:
     events: list[dict[str, Any]]
     """One entry for each rank's event stream."""
     events_trusted: bool
+    trust: dict[str, Any]
+    """How far its events are believed, which doubts stand and what they stand on."""
     transfer: dict[str, Any] | None
     """What it says that it can do with KV, or why that is not believed; null when it moves nothing."""
     inflight: int
@@ -76,6 +85,7 @@ class Status:
     sharing: dict[str, Any] | None = None
     """How the index is shared with other gateways; null where it is not."""
     transfers: dict[str, Any] | None = None
+    disaggregation: dict[str, Any] | None = None
     """What workers pull from each other; null where they are not told to."""
     receipts: list[dict[str, Any]] = field(default_factory=list)
 
@@ -97,6 +107,7 @@ class StatusView:
         prompts: Prompts,
         sharing: Callable[[], dict[str, Any]] | None = None,
         transfers: Callable[[], dict[str, Any]] | None = None,
+        disaggregation: Callable[[], dict[str, Any] | None] | None = None,
     ) -> None:
         self._version = version
         self._policy = policy
@@ -107,12 +118,13 @@ class StatusView:
         self._prompts = prompts
         self._sharing = sharing
         self._transfers = transfers
+        self._disaggregation = disaggregation
         self._started_at = time.time()
 
     @property
     def ready(self) -> bool:
         """Whether at least one worker can take a request."""
-        return any(record.eligible for record in self._fleet.workers.values())
+        return any(record.eligible and record.role != "prefill" for record in self._fleet.workers.values())
 
     def now(self) -> Status:
         metrics = self._metrics
@@ -144,6 +156,7 @@ class StatusView:
             },
             sharing=self._sharing() if self._sharing is not None else None,
             transfers=self._transfers() if self._transfers is not None else None,
+            disaggregation=self._disaggregation() if self._disaggregation is not None else None,
             receipts=receipts,
         )
 
@@ -153,18 +166,23 @@ class StatusView:
         return WorkerStatus(
             name=record.name,
             url=record.url,
+            role=record.role,
             healthy=record.healthy,
             draining=record.draining,
             reason=record.reason,
             epoch=record.epoch,
             ranks=len(record.holders),
             models=list(record.models),
+            engine=record.adapter.name,
+            engine_version=discovery.version if discovery else "",
+            lacks=[lack._asdict() for lack in record.lacks],
             block_size_tokens=record.block_size_tokens,
             max_model_len=discovery.max_model_len if discovery else 0,
             parity=record.parity.value,
             parity_reason=record.parity_reason,
             events=[_events(intake) for intake in record.intakes],
-            events_trusted=record.events_trusted,
+            events_trusted=record.trust.level is TrustLevel.EXACT,
+            trust=record.trust.document(time.monotonic()),
             transfer=_transfer(discovery) if discovery else None,
             inflight=sum(account.inflight for account in accounts),
             waiting=sum(account.waiting for account in accounts),
@@ -193,9 +211,10 @@ def _transfer(discovery: Discovery) -> dict[str, Any] | None:
 
 
 def _events(intake: EventIntake) -> dict[str, Any]:
+    rekeyed = intake.rekey_stats()
     return {"rank": intake.holder.rank, "endpoint": intake.source.live_endpoint} | {
         "intake": asdict(intake.stats()),
-        "rekey": asdict(intake.rekey_stats()),
+        "rekey": {**asdict(rekeyed), "refused": dict(rekeyed.refused)},  # of a counter `asdict` counts the items
     }
 
 

@@ -180,3 +180,45 @@ def test_transfer(write) -> None:
 def test_a_wrong_transfer_section(write, text: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         load(write(text), {})
+
+
+# Roles
+
+
+def test_a_worker_has_both_roles_unless_it_is_said(write) -> None:
+    config = load(
+        write(
+            """
+            keyring: keys.json
+            workers:
+              - http://127.0.0.1:8001
+              - {url: "http://127.0.0.1:8002", role: prefill}
+              - {url: "http://127.0.0.1:8003", role: decode}
+            disaggregation: {deadline_seconds_max: 60}
+            """
+        ),
+        {},
+    )
+    assert [worker.role for worker in config.workers] == ["both", "prefill", "decode"]
+    assert (config.disaggregation.deadline_seconds_min, config.disaggregation.deadline_seconds_max) == (5.0, 60.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "workers: [{url: 'http://a:1', role: prefil}]",
+            "workers[0].role: 'prefil' is unknown; did you mean 'prefill'?",
+        ),
+        ("workers: [{url: 'http://a:1', role: prefill}]", "transfer.enabled and the keyring of the workers"),
+        (
+            "{keyring: k, transfer: {enabled: false}, workers: [{url: 'http://a:1', role: prefill}]}",
+            "transfer.enabled and the keyring of the workers",
+        ),
+        ("disaggregation: {deadline_seconds_min: 200}", "deadline_seconds_min is larger than"),
+    ],
+)
+def test_roles_that_cannot_be(write, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(write(text), {})
+    assert message in str(caught.value)

@@ -288,3 +288,80 @@ def test_the_model_of_a_form(parts: list[bytes], model: str) -> None:
     request = read_request(message, TENANT, OnlyModel())
     assert request.model == model
     assert request.upstream_body(b'"minted"', False) == [data]
+
+
+# The first of two legs
+
+
+def prefill_body(document: Any, path: str = CHAT, salt: bytes | None = b'"s"') -> Any:
+    return json.loads(b"".join(read(document, path).prefill_body(salt, "leg-1")))
+
+
+PROMPT = {
+    "model": "m",
+    "messages": [{"role": "user", "content": "hi"}],
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "chat_template_kwargs": {"thinking": False},
+    "seed": 7,
+    "temperature": 0.5,
+    "user": "u",
+    "response_format": {"type": "text"},
+}
+
+
+def test_a_prefill_asks_for_one_token_of_the_same_prompt() -> None:
+    answer = {
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "n": 3,
+        "stop": ["x"],
+        "logprobs": True,
+        "top_logprobs": 4,
+        "min_tokens": 20,
+        "kv_transfer_params": {"remote_host": "10.0.0.1"},
+        "max_tokens": 900,
+    }
+    assert prefill_body({**PROMPT, **answer}) == {**PROMPT, "max_tokens": 1, "cache_salt": "s"}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "asked"),
+    [
+        ({}, {"max_tokens": 1}),
+        ({"max_completion_tokens": 50}, {"max_completion_tokens": 1}),
+        ({"max_completion_tokens": 50, "max_tokens": None}, {"max_completion_tokens": 1, "max_tokens": 1}),
+    ],
+)
+def test_the_length_is_asked_for_as_the_client_does(lengths: Any, asked: Any) -> None:
+    assert prefill_body({**PROMPT, **lengths}, salt=None) == {**PROMPT, **asked}
+
+
+@pytest.mark.parametrize(
+    ("choice", "sent"),
+    [
+        ("auto", "auto"),
+        ("none", "none"),
+        ("required", "none"),
+        ({"type": "function", "function": {"name": "f"}}, "none"),
+    ],
+)
+def test_a_prefill_calls_no_tool(choice: Any, sent: str) -> None:
+    assert prefill_body({**PROMPT, "tool_choice": choice})["tool_choice"] == sent
+
+
+def test_a_completions_prefill() -> None:
+    document = {"model": "m", "prompt": [1, 2, 3], "echo": True, "request_id": "mine", "cache_salt": "mine"}
+    sent = prefill_body(document, "/v1/completions")
+    assert sent == {"model": "m", "prompt": [1, 2, 3], "request_id": "leg-1", "cache_salt": "s", "max_tokens": 1}
+
+
+def test_the_bytes_of_the_prompt_stay_as_they_are() -> None:
+    raw = b'{"model" : "m",  "messages":[ {"role":"user","content":"\\u00e9  \\/"} ], "big": 12345678901234567890123}'
+    request = read_request(inbound(raw, CHAT), TENANT, SeveralModels())
+    assert b"".join(request.prefill_body(None, "leg")) == raw.replace(b"{", b'{"max_tokens":1,', 1)
+
+
+def test_what_else_is_to_be_set_is() -> None:
+    request = read({**PROMPT, "priority": 9})
+    sent = json.loads(b"".join(request.prefill_body(None, "leg", {"priority": None})))
+    assert "priority" not in sent

@@ -290,7 +290,7 @@ def spoil(gateway, name):
         case "unhealthy":
             record.healthy = False
         case "unconfirmed":
-            record.events_trusted = False
+            record.trust.follow(False)
         case "paused":
             gateway.fleet.transfers.accounts.failed("b", "a", "unreachable", NOW)
         case "turns nothing":

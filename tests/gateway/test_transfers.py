@@ -18,8 +18,10 @@ from cachecore.transfer.plan import PARAMETER, read_plan
 from gateway.config import WorkerConfig
 from gateway.edge.http1 import parse_request_head
 from gateway.edge.server import Inbound
+from gateway.fleet.engines.contract import Discovery, OpenPool, TransferAbility
 from gateway.fleet.pools import PoolKnowledge
-from gateway.fleet.worker import Discovery, ModelPool, OpenPool, TransferAbility, WorkerRecord
+from gateway.fleet.trust import Trust
+from gateway.fleet.worker import ModelPool, WorkerRecord
 from gateway.requests import Kind, Request
 from gateway.tenants import Tenant
 from gateway.transfers import (
@@ -27,6 +29,7 @@ from gateway.transfers import (
     SOURCES_MAX,
     Flight,
     Identity,
+    Promise,
     Task,
     Transfers,
     TransferSettings,
@@ -37,7 +40,7 @@ from policies.contract import WorkerView
 from policies.estimates import FleetEstimates, PrefillModel
 from policies.state.guard import GuardSettings, QualityGuard, Sample
 from policies.state.inflight import WorkerAccount
-from policies.transfer import DeadlineBounds, PullOption, Pulls
+from policies.transfer import DeadlineBounds, PullOption, Pulls, Supply
 
 TENANT = Tenant(DEFAULT_TENANT)
 BLOCK = 16
@@ -75,7 +78,8 @@ class Fleet:
         }
         discovery = Discovery({}, epoch=7, block_size_tokens=BLOCK)
         discovery.transfer = TransferAbility(**{**fields, **ability})
-        record.discovery, record.epoch, record.healthy, record.events_trusted = discovery, Epoch(7), True, True
+        record.discovery, record.epoch, record.healthy = discovery, Epoch(7), True
+        record.trust.follow(True)
         record.holders = (record.holder(),)
         self.records[name] = record
         self.pool.workers.append(record)
@@ -153,7 +157,7 @@ class TestWhoCanGive:
         "change",
         [
             {"healthy": False},
-            {"events_trusted": False},
+            {"trust": Trust()},
             {"epoch": Epoch(8)},
             {"discovery": None},
         ],
@@ -450,3 +454,56 @@ class TestPools:
         assert again is not None
         assert again.end_token == 2 * self.RUN_BLOCKS * BLOCK
         assert self.knowledge.stats.doubted == 1
+
+
+class TestPromises:
+    """What a worker will have computed, whatever is known of it now."""
+
+    def promised(self, fleet: Fleet, blocks: int = BLOCKS, **settings: Any) -> Supply | None:
+        promise = Promise(fleet.request(settings.get("fidelity")), fleet.pool, fleet.records["b"], 0, blocks)
+        found = fleet.transfers.promised(promise, fleet.records["a"], 0, 0.0)
+        return None if found is None else found[0]
+
+    def test_a_promise_needs_no_events(self, fleet: Fleet) -> None:
+        fleet.records["a"].trust.follow(False)
+        supply = self.promised(fleet)
+        assert supply is not None
+        assert (str(supply.source), supply.tokens, supply.codec) == ("a", BLOCKS * BLOCK, "i8")
+        assert supply.fidelity is Fidelity.QUANTIZED
+
+    def test_it_comes_as_what_the_request_accepts(self, fleet: Fleet) -> None:
+        supply = self.promised(fleet, fidelity=Fidelity.EXACT)
+        assert supply is not None
+        assert (supply.codec, supply.fidelity) == ("raw", Fidelity.EXACT)
+
+    @pytest.mark.parametrize(
+        ("name", "ability"),
+        [
+            ("a", {"compatibility": "d2" * 16}),
+            ("a", {"addresses": ()}),
+            ("a", {"codecs": frozenset({"other"})}),
+            ("a", {"holder": Worker(WorkerName("a.internal"), Epoch(7), 1)}),
+            ("b", {"holder": Worker(WorkerName("b.internal"), Epoch(7), 1)}),
+        ],
+    )
+    def test_whose_kv_cannot_come(self, fleet: Fleet, name: str, ability: dict[str, Any]) -> None:
+        fleet.change(name, **ability)
+        assert self.promised(fleet) is None
+
+    def test_a_worker_that_moves_nothing(self, fleet: Fleet) -> None:
+        for name in "ab":
+            fleet.records[name].discovery.transfer = None  # type: ignore[union-attr]
+            assert self.promised(fleet) is None
+
+    def test_one_that_failed_this_target_is_left_alone(self, fleet: Fleet) -> None:
+        fleet.transfers.accounts.failed("a", "b", "unreachable", 0.0)
+        assert self.promised(fleet) is None
+
+    def test_a_prompt_of_less_than_a_block(self, fleet: Fleet) -> None:
+        assert self.promised(fleet, blocks=0) is None
+
+    def test_what_is_under_way_goes_first(self, fleet: Fleet) -> None:
+        flight = fleet.fly({"a": BLOCKS})
+        supply = self.promised(fleet)
+        assert supply is not None
+        assert supply.ahead_bytes == flight.option.size_bytes

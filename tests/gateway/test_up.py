@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from cachecore.scope import Keyring
+from gateway.config import load
 from gateway.errors import StartupError
 from gateway.ports import free_port_range
 from gateway.up import UpOptions, curl_line, gateway_part, up, worker_parts
@@ -69,6 +70,29 @@ def test_a_simulated_fleet_is_one_process() -> None:
     assert words(part)[words(part).index("--count") + 1] == "8"
     assert len(urls) == 8
     assert part.ready_urls == [f"{url}/health" for url in urls]
+
+
+def test_workers_get_roles_and_move_kv() -> None:
+    options = UpOptions(port=free_port(), prefill=1, decode=2, simulated=True, redis="none")
+    (part,), urls = worker_parts(options, KEYRING, None)
+    line = " ".join(words(part))
+    assert "--count 3 --keyring /state/keyring.json --kv-link 400" in line
+    gateway = gateway_part(options, KEYRING, None, urls, Path("/state"))
+    assert "--worker" not in words(gateway)
+    config = load(None, gateway.environment, {"keyring": str(KEYRING)})
+    assert [(worker.url, worker.role) for worker in config.workers] == list(
+        zip(urls, ("prefill", "decode", "decode"), strict=True)
+    )
+
+
+@pytest.mark.parametrize("flag", ["--prefill", "--decode"])
+def test_one_role_alone_is_no_stack(flag: str) -> None:
+    command = [sys.executable, "-m", "ropeway", "up", "--simulated", flag, "1"]
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr == (
+        "ropeway: error: --prefill and --decode go together: the one computes prompts, the other answers\n"
+    )
 
 
 def test_the_gateway_gets_workers_tokenizer_and_keyring() -> None:

@@ -3,8 +3,10 @@
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gateway.usage import Usage, read_usage
+from gateway.usage import Usage, UsageStripper, _object_after, _plain_object, read_usage
 
 USAGE = {"prompt_tokens": 12, "total_tokens": 15, "completion_tokens": 3}
 WITH_DETAILS = {**USAGE, "prompt_tokens_details": {"cached_tokens": 8}, "completion_tokens_details": {"x": 1}}
@@ -100,3 +102,72 @@ def test_text_that_speaks_of_usage() -> None:
     assert read_usage(said) is None
     assert read_usage(event({"usage": USAGE}) + said) == Usage(12, 3, None)
     assert read_usage(json.dumps({"choices": [{"text": text}], "usage": USAGE}).encode()) == Usage(12, 3, None)
+
+
+# ---- taking it out of a stream ---------------------------------------------------------------------------------------
+
+DONE = b"data: [DONE]\n\n"
+HELLO = event({"choices": [{"index": 0, "delta": {"content": 'hello 渐 "usage"'}}], "usage": None})
+STOP = event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+ALONE = event({"id": "x", "choices": [], "usage": WITH_DETAILS})
+
+
+def stripped(*pieces: bytes) -> bytes:
+    stripper = UsageStripper()
+    return b"".join([*map(stripper.feed, pieces), stripper.end()])
+
+
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n", b"\r\r", b"\n\r\n"])
+def test_the_event_that_brings_usage_alone_is_taken_out(end: bytes) -> None:
+    before = event({"choices": [{"delta": {"content": "a"}}]}, end) + b": keep-alive" + end
+    usage = event({"choices": [], "usage": USAGE}, end)
+    after = b"event: message\nid: 7\ndata:[DONE]" + end
+    assert stripped(before + usage + after) == before + after
+
+
+def test_wherever_the_stream_is_cut() -> None:
+    for newline in (b"\n", b"\r\n"):
+        whole = (HELLO + STOP + ALONE + DONE).replace(b"\n", newline)
+        expected = (HELLO + STOP + DONE).replace(b"\n", newline)
+        for cut in range(len(whole) + 1):
+            assert stripped(whole[:cut], whole[cut:]) == expected
+        assert stripped(*(bytes([byte]) for byte in whole)) == expected
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        pytest.param(event({"choices": [{"delta": {"content": "last"}}], "usage": USAGE}), id="usage beside content"),
+        pytest.param(event({"choices": [], "usage": None}), id="no usage"),
+        pytest.param(event({"choices": [], "error": {"usage": 1}}), id="an error"),
+        pytest.param(event({"usage": USAGE}), id="no choices"),
+        pytest.param(b'data: {"choices": [], "usage": {}\n\n', id="no JSON"),
+        pytest.param(b'data: ["usage"]\n\n', id="no object"),
+        pytest.param(b'data: {"choices": [], "usage": {"prompt_tokens": 1}}', id="an event without an end"),
+        pytest.param(b'{"choices": [], "usage": {}}\n\n', id="no data"),
+        pytest.param(b"", id="nothing"),
+    ],
+)
+def test_everything_else_passes_as_it_is(kept: bytes) -> None:
+    assert stripped(HELLO, kept, DONE) == HELLO + kept + DONE
+
+
+def test_data_in_several_lines() -> None:
+    usage = b'data: {"choices": [],\ndata: "usage": {"prompt_tokens": 1}}\n\n'
+    assert stripped(HELLO, usage, DONE) == HELLO + DONE
+
+
+def test_whole_events_go_out_at_once_and_what_is_held_is_bounded() -> None:
+    stripper = UsageStripper()
+    assert stripper.feed(HELLO + STOP[:9]) == HELLO
+    assert stripper.feed(STOP[9:]) == STOP
+    endless = b"data: " + b"x" * 700_000
+    assert stripper.feed(endless) == b""
+    assert stripper.feed(endless) == endless * 2
+    assert (stripper.feed(b"\n\n" + ALONE), stripper.stripped) == (b"\n\n", ALONE)
+
+
+@given(st.text(st.sampled_from("{}{} :a\n"), max_size=24).map(str.encode))
+def test_objects_found_at_once_are_those_found_step_by_step(after: bytes) -> None:
+    found = _plain_object(b'"usage"' + after)
+    assert found is None or found[1] == _object_after(b'"usage"' + after, len(b'"usage"'))

@@ -170,7 +170,7 @@ class Journey:
         self.attempt = self
         self.connections = self._pools.pop(0)
         self.answer_headers = b"x-gateway: yes\r\n"
-        self.reads_head = False
+        self.reads_head = self.strips_usage = False
         head = inbound.head
         fields = forwardable(head.headers, HOP_BY_HOP | {b"content-length", b"host", b"expect"})
         lines = [b"%b %b HTTP/1.1\r\nhost: worker\r\n" % (head.method, head.target)]
@@ -202,6 +202,7 @@ class Handler:
         self.pools: list[UpstreamPool] = []
         self.journeys: list[Journey] = []
         self.decision_seconds: float | None = None
+        self.strips_usage = False
         self.failure: Exception | None = None
 
     def owns(self, method: str, path: str) -> bool:
@@ -226,6 +227,7 @@ class Handler:
         if inbound.body == b"refuse":
             raise BadRequest("refused")
         journey = Journey(self.pools, inbound)
+        journey.strips_usage = self.strips_usage
         self.journeys.append(journey)
         return journey
 

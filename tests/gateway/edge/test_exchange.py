@@ -155,12 +155,14 @@ async def test_compressed_errors_pass_untouched(gateway: Any) -> None:
     assert (answer.get(b"content-encoding"), answer.get(b"retry-after")) == (b"gzip", b"7")
 
 
-async def test_the_tail_spans_the_last_two_reads(gateway: Any) -> None:
-    await gateway.worker([CHUNKED_HEAD, event("a"), 0.02, event("b"), 0.02, b"0\r\n\r\n"])
+async def test_the_tail_spans_what_engines_write_last(gateway: Any) -> None:
+    """vLLM's usage, its `[DONE]` and the end of the chunks, each in a read of its own."""
+    usage, done = event("usage"), event("[DONE]")
+    await gateway.worker([CHUNKED_HEAD, event("a"), 0.02, usage, 0.02, done, 0.02, b"0\r\n\r\n"])
     client = await gateway.client()
     client.post()
     await client.answer()
-    assert gateway.journey.ends[0].tail == event("b") + b"0\r\n\r\n"
+    assert gateway.journey.ends[0].tail == usage + done + b"0\r\n\r\n"
 
 
 # HTTP/1.0 clients

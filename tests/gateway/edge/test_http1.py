@@ -11,6 +11,7 @@ from gateway.edge.http1 import (
     UNTIL_CLOSE,
     BodyEnd,
     FramingError,
+    chunk_start,
     dechunk,
     forwardable,
     parse_request_head,
@@ -283,6 +284,38 @@ def test_chunk_boundaries() -> None:
         seen.append(end.at_chunk_boundary)
     # After each chunk's line end, and nowhere else: not within a header, not behind the last chunk.
     assert [position for position, boundary in enumerate(seen) if boundary] == [6, 12]
+
+
+def test_how_a_chunk_of_a_size_starts() -> None:
+    written = {len(chunk): chunk for size in range(1, 5000) if (chunk := b"%x\r\n%b\r\n" % (size, bytes(size)))}
+    for size in range(5000):
+        start, chunk = chunk_start(size), written.get(size)
+        if chunk is None:
+            assert start == ()
+            assert not b"1\r\n".startswith(start)
+        else:
+            assert chunk.startswith(start)
+            assert start == chunk[: chunk.index(b"\n") + 1]
+
+
+def test_what_starts_as_a_chunk_of_its_size_leaves_the_boundary_where_it_is() -> None:
+    end = BodyEnd(CHUNKED)
+    assert end.at_chunk_boundary
+    for data in (b"2\r\nab\r\n", b"10\r\n0\r\n\r\n0123456789a\r\n", b"1\r\n\r\r\n"):
+        assert data.startswith(chunk_start(len(data)))
+        assert end.feed(data) == len(data)
+        assert end.at_chunk_boundary
+        assert not end.done
+    # Neither the last chunk, nor two of them, nor a part.
+    for data in (b"0\r\n\r\n", b"2\r\nab\r\n" * 2, b"9\r\nab\r\n"):
+        assert not data.startswith(chunk_start(len(data)))
+
+
+def test_half_a_chunk_header_is_no_boundary() -> None:
+    end = BodyEnd(CHUNKED)
+    end.feed(b"2\r\nab\r\n1")
+    end.feed(b"")
+    assert not end.at_chunk_boundary
 
 
 @pytest.mark.parametrize(

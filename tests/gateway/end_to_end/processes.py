@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,6 +16,7 @@ import yaml
 
 from cachecore.prompts.plain import PlainRenderer
 from cachecore.scope import Keyring
+from cachecore.store.children import dies_with_parent
 from gateway.ports import free_port_range
 
 REPOSITORY = Path(__file__).parents[3]
@@ -47,18 +49,27 @@ def eventually(condition: Callable[[], Any], what: str, seconds_max: float = 10.
 
 
 class Process:
-    """`ropeway ...` with its output in a file."""
+    """`ropeway ...` with its output in a file, or another module's program."""
 
-    def __init__(self, name: str, arguments: Sequence[str], directory: Path) -> None:
+    module = "ropeway"
+    ends_by = signal.SIGTERM
+    start_seconds_max = 30.0
+    stop_seconds_max = 15.0
+
+    def __init__(
+        self, name: str, arguments: Sequence[str], directory: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.name = name
         self.log = directory / f"{name}.log"
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "ropeway", *arguments],
+                [sys.executable, "-m", self.module, *arguments],
                 cwd=REPOSITORY,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+                process_group=0,
+                preexec_fn=dies_with_parent(signal.SIGKILL),
             )
         LIVE.append(self)
 
@@ -84,10 +95,10 @@ class Process:
             except httpx.HTTPError:
                 return False
 
-        eventually(come_true, f"{self.name}: {what}", 30.0)
+        eventually(come_true, f"{self.name}: {what}", self.start_seconds_max)
 
     def stop(self) -> None:
-        self._end(signal.SIGTERM)
+        self._end(self.ends_by)
 
     def kill(self) -> None:
         """As a machine dies: no goodbye."""
@@ -99,11 +110,15 @@ class Process:
         if self.process.poll() is None:
             self.process.send_signal(number)
         try:
-            self.process.wait(15)
+            self.process.wait(self.stop_seconds_max)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
             raise
+        finally:
+            # Children of its own, of a program that was killed.
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
 
 
 class Fleet(Process):

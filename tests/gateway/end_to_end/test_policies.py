@@ -3,10 +3,21 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.gateway.end_to_end.conftest import Stack
-from tests.gateway.end_to_end.processes import Fleet, Gateway, cached_tokens, chat, full_hit, matched_tokens, worker_of
+from tests.gateway.end_to_end.processes import (
+    Fleet,
+    Gateway,
+    cached_tokens,
+    chat,
+    eventually,
+    full_hit,
+    matched_tokens,
+    token_count,
+    worker_of,
+)
 
 
 @pytest.fixture(scope="module")
@@ -153,9 +164,60 @@ def test_a_proven_worker_that_counts_otherwise_later_loses_its_affinity(tmp_path
         gateway.post(body)
         gateway.wait_idle()
         assert gateway.worker(changed)["parity"] == "failed"
-        assert "3 prompts in a row were counted differently" in gateway.worker(changed)["parity_reason"]
-        assert f"worker {changed} gets no affinity: 3 prompts in a row" in gateway.said()
+        assert "3 of its last 64 prompts were counted differently" in gateway.worker(changed)["parity_reason"]
+        assert f"worker {changed} gets no affinity: 3 of its last 64 prompts" in gateway.said()
         assert matched_tokens(gateway.post(body)) == 0
+
+
+def test_a_worker_that_truncates_some_prompts_is_noticed_between_those_it_does_not(tmp_path: Path, pair: Fleet) -> None:
+    changed, _ = pair.names
+    truncated = {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 1, "total_tokens": 8}}
+    with Gateway(tmp_path, pair.urls[:1]) as gateway:
+        for request in range(20):
+            if request % 6 == 0:
+                pair.simulate(changed, {"status": 200, "body": truncated, "paths": ["/v1/chat"], "requests": 1})
+            gateway.post(chat(f"Prompt {request}, which is long or is not. " * 3))
+        gateway.wait_idle()
+        assert gateway.worker(changed)["parity"] == "failed"
+
+
+def test_a_worker_that_renders_otherwise_and_as_long_is_noticed_within_twenty_requests(
+    tmp_path: Path, pair: Fleet
+) -> None:
+    changed, _ = pair.names
+    body = chat("A prompt that is going to be rendered with other words, as many as before. " * 2)
+    count = token_count(body["messages"])
+    with Gateway(tmp_path, pair.urls[:1]) as gateway:
+        for _ in range(10):
+            gateway.post(body)
+        assert gateway.worker(changed)["parity"] == "proven"
+        pair.simulate(changed, {"status": 200, "body": {"tokens": [9] * count}, "paths": ["/tokenize"]})
+        for _ in range(20):
+            gateway.post(body)
+        eventually(lambda: gateway.worker(changed)["parity"] == "failed", "the difference is noticed")
+        reason = f"token 0 of a prompt that it was sent is {ord('<')} here and 9 at the worker"
+        assert gateway.worker(changed)["parity_reason"] == reason
+        assert matched_tokens(gateway.post(body)) == 0
+        # Nothing speaks for it but its counts: once those have been right for long, it is put to proof again.
+        pair.simulate(changed, {})
+
+        def proven_after_another() -> bool:
+            gateway.post(body)
+            return gateway.worker(changed)["parity"] == "proven"
+
+        eventually(proven_after_another, "it is proven again")
+
+
+def test_prompts_that_clients_have_truncated_say_nothing_of_the_worker(tmp_path: Path, pair: Fleet) -> None:
+    worker, _ = pair.names
+    truncated = {"choices": [], "usage": {"prompt_tokens": 8, "completion_tokens": 1, "total_tokens": 9}}
+    with Gateway(tmp_path, pair.urls[:1]) as gateway:
+        pair.simulate(worker, {"status": 200, "body": truncated, "paths": ["/v1/chat"]})
+        for _ in range(5):
+            answer = gateway.post(chat("Much more than eight tokens. " * 4, truncate_prompt_tokens=8))
+            assert matched_tokens(answer) == 0
+        gateway.wait_idle()
+        assert gateway.worker(worker)["parity"] == "proven"
 
 
 def test_a_worker_that_cannot_tokenize_is_believed_until_it_contradicts(tmp_path: Path, pair: Fleet) -> None:
@@ -167,3 +229,17 @@ def test_a_worker_that_cannot_tokenize_is_believed_until_it_contradicts(tmp_path
         gateway.post(body)
         gateway.wait_confirmed(body, quiet, full_hit(body))
         assert matched_tokens(gateway.post(body)) == full_hit(body)
+
+
+def test_a_cache_that_its_worker_resets_is_forgotten(tmp_path: Path, pair: Fleet) -> None:
+    worker, _ = pair.names
+    with Gateway(tmp_path, pair.urls[:1]) as gateway:
+        body = chat("A prompt whose blocks are thrown away while the worker goes on. " * 3)
+        gateway.post(body)
+        gateway.wait_confirmed(body, worker, full_hit(body))
+        epoch = gateway.worker(worker)["epoch"]
+        httpx.post(f"http://{worker}/reset_prefix_cache", trust_env=False).raise_for_status()
+        gateway.wait_confirmed(body, worker, 0)
+        assert cached_tokens(gateway.post(body)) == 0
+        assert gateway.worker(worker)["epoch"] == epoch
+        gateway.wait_confirmed(body, worker, full_hit(body))
