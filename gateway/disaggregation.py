@@ -259,7 +259,7 @@ class Division:
         if source.parity is Parity.FAILED or source.epoch != self._epoch or rank >= len(source.holders):
             return
         block, holder = pool.block_size_tokens, source.holders[rank]
-        confirmed = self._disaggregation.knowledge.confirmed_tokens(match, holder, named.token_count, block)
+        confirmed = self._disaggregation.knowledge.confirmed_tokens(match, source, rank, named.token_count, block)
         cached = usage.cached_tokens if usage is not None else None
         if expected or confirmed or cached:
             guessed = trust.level is not TrustLevel.EXACT

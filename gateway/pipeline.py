@@ -55,6 +55,8 @@ _new = tuple.__new__
 # Members of enumerations are looked up by a slow path.
 _FAILED, _PROVEN, _COMPLETE = Parity.FAILED, Parity.PROVEN, Ending.COMPLETE
 _BELIEVED, _HISTORY = TrustLevel.EXACT, Evidence.HISTORY
+_DOUBTED = {level: (level.value, b"x-ropeway-trust: %b\r\n" % level.value.encode()) for level in TrustLevel}
+"""What a receipt and an answer say of a worker that is believed less."""
 _OPENINGS_MAX = 64
 """Workers that one head is written out for, until it is done anew."""
 
@@ -414,8 +416,8 @@ class Journey:
             f"x-ropeway-policy: {policy}\r\nx-request-id: {request.id}\r\n"
         ).encode()
         if level is not _BELIEVED:
-            receipt.trust = level.value
-            self.answer_headers += b"x-ropeway-trust: %b\r\n" % receipt.trust.encode()
+            receipt.trust, header = _DOUBTED[level]
+            self.answer_headers += header
         if self._division is not None:
             self.answer_headers += self._division.header
         pipeline.receipts.add(receipt)
@@ -629,10 +631,11 @@ class Journey:
         _, rank, matched, confirmed, _, evidence = receipt.candidate_fields[receipt.chosen]
         chain, block = self._named.chain, self._pool.block_size_tokens
         guessed = evidence is _HISTORY
-        if (guessed or trust.level is not _BELIEVED or receipt.policy == "prefix-aware") and rank < len(worker.holders):
-            # It was not decided by the index; whether that was right is of interest all the same.
+        by_index = not guessed and trust.level is _BELIEVED and receipt.policy != "prefix-aware"
+        if not by_index and self._match.depths and rank < len(worker.holders):
+            # Whether the index would have been right is of interest all the same.
             tokens = self._named.token_count
-            confirmed = self._pipeline.knowledge.confirmed_tokens(self._match, worker.holders[rank], tokens, block)
+            confirmed = self._pipeline.knowledge.confirmed_tokens(self._match, worker, rank, tokens, block)
         if matched or confirmed or cached_tokens:
             trust.note(Answer(self._started_at, confirmed, matched, guessed, cached_tokens))
         if trust.curious and rank < len(worker.holders):

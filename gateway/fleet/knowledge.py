@@ -111,12 +111,15 @@ class Knowledge:
                 known.believe(recorded, block, cap, _HISTORY)
                 if confirmed and not own_history_only and trust.guesses_by_index:
                     known.guess(confirmed, block, cap)
+            if caps_differ and (unit := record.hit_unit_tokens(block)) > block:
+                known.round_down(unit)
         # Where workers divide the work, a request is counted at two of them.
         workers = len(pool.workers) if pool.prefill_workers else len(views)
         return _new(Snapshot, (now, views, self._rates_of(now, workers), None))
 
-    def confirmed_tokens(self, match: Match, holder: Worker, prompt_tokens: int, block: int) -> int:
-        """Leading tokens of a prompt that the index says a worker has unchanged, capped as in `snapshot`."""
+    def confirmed_tokens(self, match: Match, record: WorkerRecord, rank: int, prompt_tokens: int, block: int) -> int:
+        """Leading tokens of a prompt that the index says a worker has unchanged, as in `snapshot`."""
+        holder, unit = record.holders[rank], record.hit_unit_tokens(block)
         depth = max(
             (
                 depth
@@ -125,7 +128,7 @@ class Knowledge:
             ),
             default=0,
         )
-        return min(depth * block, max(prompt_tokens - 1, 0) // block * block)
+        return min(depth * block // unit * unit, record.hit_tokens_max(prompt_tokens, block))
 
     def _predicted(self, chain: Chain, now: float, accepted: Fidelity) -> Mapping[WorkerKey, int]:
         predicted = self.predictions.depths(chain, now)
@@ -178,6 +181,14 @@ class _Ranks:
             matched = min(depths[Tier.L2] * block, cap) if depths is not None else 0
             if matched > view.matched_tokens:
                 view.matched_tokens, view.evidence = matched, _HISTORY
+
+    def round_down(self, unit: int) -> None:
+        """An engine whose blocks are several of ours hits whole ones of its own."""
+        for view, _, _ in self._keyed:
+            view.matched_tokens -= view.matched_tokens % unit
+            view.confirmed_tokens -= view.confirmed_tokens % unit
+            l0, l1, l2 = view.tier_tokens
+            view.tier_tokens = l0 - l0 % unit, l1 - l1 % unit, l2 - l2 % unit
 
     def know(
         self, confirmed: Mapping[Worker, list[int]], predicted: Mapping[WorkerKey, int], block: int, cap: int

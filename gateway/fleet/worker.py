@@ -131,9 +131,12 @@ class WorkerRecord:
 
     def hit_tokens_max(self, prompt_tokens: int, block: int) -> int:
         """How much of a prompt it can have: the last token is computed again, by most engines with its whole block."""
-        before_last = max(prompt_tokens - 1, 0)
-        own = (self.block_size_tokens or block) if self.traits.hits_whole_blocks else 1
-        return before_last // own * own
+        unit = self.hit_unit_tokens(block)
+        return max(prompt_tokens - 1, 0) // unit * unit
+
+    def hit_unit_tokens(self, block: int) -> int:
+        """It has multiples of this: whole blocks of its own, which may be several of ours."""
+        return (self.block_size_tokens or block) if self.traits.hits_whole_blocks else 1
 
     @property
     def transfer(self) -> TransferAbility | None:

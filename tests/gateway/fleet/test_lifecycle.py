@@ -11,7 +11,7 @@ import pytest
 from cachecore.blocks import Chain, pack_tokens
 from cachecore.events import BlockStored, EventBatch
 from cachecore.holders import Tier
-from cachecore.index.contract import NO_MATCH
+from cachecore.index.contract import NO_MATCH, Match, Stored
 from cachecore.index.memory import MemoryIndex
 from cachecore.prompts.plain import PlainRenderer
 from cachecore.scope import DEFAULT_TENANT, IdentityScope, Keyring, Naming
@@ -208,9 +208,9 @@ async def test_registration_says_what_an_engine_lacks(scripted: Any, caplog: pyt
         assert "worker w lacks --kv-events-config: it says nothing of its cache" in caplog.text
 
 
-def test_an_engine_of_larger_blocks_gives_up_one_of_its_own() -> None:
+def test_an_engine_of_larger_blocks_hits_whole_ones_of_its_own() -> None:
     """Prompts are named by 16 tokens. A whole hit of 192 leaves 176 to one engine, 128 to another, and 191 to one that
-    has no blocks."""
+    has no blocks; of 112 that a longer prompt shares, the second has 64."""
     knowledge = Knowledge(MemoryIndex())
     fine, coarse, single = (
         WorkerRecord.of(WorkerConfig(url=f"http://127.0.0.1:{port}", name=f"w{port}", block_size_tokens=size))
@@ -229,3 +229,30 @@ def test_an_engine_of_larger_blocks_gives_up_one_of_its_own() -> None:
         knowledge.history.record((record.name, 0), chain)
     snapshot = knowledge.snapshot(pool, pool.workers, NO_MATCH, chain, 192, 0.0, True)
     assert [view.matched_tokens for view in snapshot.workers] == [176, 128, 191]
+    longer = NAMING.hasher.chain(NAMING.root, pack_tokens([*range(112), *range(1000, 1200)]))
+    snapshot = knowledge.snapshot(pool, pool.workers, NO_MATCH, longer, 312, 0.0, True)
+    assert [view.matched_tokens for view in snapshot.workers] == [112, 64, 112]
+
+
+def test_what_an_engine_of_larger_blocks_is_known_to_have_is_whole_ones_of_its_own() -> None:
+    index = MemoryIndex()
+    knowledge = Knowledge(index)
+    fine, coarse = (
+        WorkerRecord.of(WorkerConfig(url=f"http://127.0.0.1:{size}", name=f"w{size}", block_size_tokens=size))
+        for size in (16, 64)
+    )
+    pool = ModelPool("m", workers=[fine, coarse])
+    pool.refresh_block_size()
+    chain = NAMING.hasher.chain(NAMING.root, pack_tokens(list(range(192))))
+    for record in pool.workers:
+        record.holders = (record.holder(),)
+        record.trust.follow(followed=True)
+        index.apply(record.holder(), 1, [Stored(NAMING.root, chain)])
+    longer = NAMING.hasher.chain(NAMING.root, pack_tokens([*range(112), *range(1000, 1200)]))
+    match = index.match(longer)
+    assert isinstance(match, Match)
+    snapshot = knowledge.snapshot(pool, pool.workers, match, longer, 312, 0.0, False)
+    assert [view.confirmed_tokens for view in snapshot.workers] == [112, 64]
+    assert [view.matched_tokens for view in snapshot.workers] == [112, 64]
+    assert [view.tier_tokens for view in snapshot.workers] == [(112,) * 3, (64,) * 3]
+    assert [knowledge.confirmed_tokens(match, record, 0, 312, 16) for record in pool.workers] == [112, 64]
