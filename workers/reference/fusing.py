@@ -25,7 +25,7 @@ QUESTION_TOKENS_MAX = 64
 """Of a prompt's last tokens, those that are asked which others matter to them."""
 FOLLOWING_TOKENS_MAX = 512
 """What follows the last passage is computed with the rest when it is no longer than this."""
-_GROUP_ROWS = 48
+_GROUP_ROWS = 64
 """Rows attend in groups, each as far as its last one stands: a mask over everything would cost twice as much."""
 
 
@@ -149,7 +149,7 @@ def _context(
 
 def _gap(token_ids: Sequence[int], like: Kv, position: int) -> Passage:
     layers, _, heads, dim = like.keys.shape
-    nothing = like.keys.new_zeros((layers, len(token_ids), heads, dim))
+    nothing = like.keys.new_zeros(()).expand(layers, len(token_ids), heads, dim)
     return Passage(token_ids, nothing, nothing, position)
 
 

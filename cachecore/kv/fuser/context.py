@@ -111,7 +111,7 @@ def stitch(passages: Sequence[Passage], rope: RopeTable) -> Context:
     exact = torch.tensor([passage.exact for passage in passages])
     return Context(
         token_ids=torch.tensor([token for passage in passages for token in passage.token_ids], device=device),
-        keys=torch.cat([_moved(one, start, rope) for one, start in zip(passages, starts, strict=False)], dim=1),
+        keys=_turned(passages, starts, rope),
         values=torch.cat([passage.values for passage in passages], dim=1),
         passage=torch.arange(len(passages)).repeat_interleave(lengths).to(device),
         exact=exact.repeat_interleave(lengths).to(device),
@@ -120,8 +120,15 @@ def stitch(passages: Sequence[Passage], rope: RopeTable) -> Context:
     )
 
 
-def _moved(passage: Passage, position: int, rope: RopeTable) -> Tensor:
-    if position == passage.position:
-        return passage.keys
-    shift = rope.shift(passage.position, position, len(passage.token_ids), passage.keys.shape[2])
-    return torch.stack([shift.turn(keys) for keys in passage.keys])
+def _turned(passages: Sequence[Passage], starts: Sequence[int], rope: RopeTable) -> Tensor:
+    """Every passage's keys where they go, [L, T, K, D]: read once, written once."""
+    layers, _, heads, dim = passages[0].keys.shape
+    placed = passages[0].keys.new_empty((layers, starts[-1], heads, dim))
+    for passage, start, end in zip(passages, starts, starts[1:], strict=False):
+        if start == passage.position:
+            placed[:, start:end] = passage.keys
+        else:
+            shift = rope.shift(passage.position, start, end - start, heads)
+            for keys, out in zip(passage.keys, placed, strict=True):
+                shift.turn(keys, out[start:end])
+    return placed

@@ -85,10 +85,11 @@ def attention_scores(model: FusableModel, context: Context, question: Tensor) ->
     mask = None
     first, last = model.layers // 6, model.layers - model.layers // 6
     scores = torch.zeros(size, device=question.device)
+    keys, values = (context.keys.new_empty((size + count, *context.keys.shape[2:])) for _ in range(2))
     for layer in range(last):
         projected = model.project(layer, hidden, turns)
-        keys = torch.cat((context.keys[layer], projected.keys))
-        values = torch.cat((context.values[layer], projected.values))
+        torch.cat((context.keys[layer], projected.keys), out=keys)
+        torch.cat((context.values[layer], projected.values), out=values)
         if mask is None:
             mask = causal_mask(projected, positions, size + count)
             mask[:, :size].masked_fill_(context.private_sinks, float("-inf"))
@@ -120,19 +121,24 @@ def deviation_scores(model: FusableModel, context: Context) -> Tensor:
 
 def _attention(projected: Projected, keys: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """`attend`, showing its weights: [Q, n, T] and [n, Q, D]."""
-    rows = rows_by_head(projected)
-    scores = torch.bmm(rows, keys.permute(1, 2, 0)).mul_(keys.shape[2] ** -0.5).add_(mask)
+    rows = rows_by_head(projected) * keys.shape[2] ** -0.5
+    scores = torch.bmm(rows, keys.permute(1, 2, 0)).add_(mask)
     weights = scores.softmax(-1)
     mixed = torch.bmm(weights, values.transpose(0, 1))
     return weights.view(-1, len(projected.queries), len(keys)), rows_by_token(mixed, projected)
 
 
 def _value_lengths(output: Tensor, values: Tensor) -> Tensor:
-    """[Q, T]: how long a value [T, K, D] is once head h's output projection [Q, D, H] has taken it up."""
-    output = output.float()
-    grams = output @ output.transpose(1, 2)
-    by_head = values.float().transpose(0, 1).repeat_interleave(len(grams) // values.shape[1], dim=0)
-    return ((by_head @ grams) * by_head).sum(-1).clamp_min(0).sqrt()
+    """[Q, T]: how long a value [T, K, D] is once head h's output projection [Q, D, H] has taken it up.
+
+    |v W|^2 = v (W W^T) v^T, for the G heads that share a value in one product.
+    """
+    output, by_head = output.float(), values.float().transpose(0, 1)
+    heads, _, dim = by_head.shape
+    grams = (output @ output.transpose(1, 2)).view(heads, -1, dim, dim)
+    products = (by_head @ grams.transpose(1, 2).flatten(2)).view(heads, len(values), -1, dim)
+    squares = products.mul_(by_head.unsqueeze(2)).sum(-1)
+    return squares.clamp_min_(0).sqrt_().transpose(1, 2).flatten(0, 1)
 
 
 def _best(context: Context, scores: Tensor, count: int, chosen: Tensor | None = None) -> Tensor:

@@ -149,7 +149,11 @@ def test_propagation_leaves_exact_tokens_alone(model: LlamaModel) -> None:
     sinks = {start + offset for start in (6, 30, 54, 78) for offset in (0, 1)}
     first_passage = set(range(6, 30))
     assert not (sinks | first_passage) & set(plan.fitted.tolist())
-    assert set(plan.corrected.tolist()) == set(range(30, 102)) - set(rows.tolist())
+    corrected = plan.known[len(plan.fitted) :] + plan.stretch.start
+    assert set(corrected.tolist()) == set(range(30, 102)) - set(rows.tolist())
+    # Corrected as one stretch: what else lies in it must be recomputed, or it would be touched.
+    stretch = set(range(102)[plan.stretch])
+    assert set(corrected.tolist()) <= stretch <= set(corrected.tolist()) | set(rows.tolist())
 
 
 def naive_attention_scores(model: LlamaModel, context: Context, question: Sequence[int]) -> Tensor:
@@ -264,7 +268,7 @@ def propagate(key_residual: Tensor, value_residual: Tensor) -> tuple[float, floa
     assert plan is not None
     fresh = Projected(torch.empty(0), true_keys[rows], true_values[rows])
     plan.apply(context.keys[0], context.values[0], fresh)
-    left = plan.corrected
+    left = ~torch.isin(torch.arange(TOKENS), torch.cat((rows, torch.arange(40))))
     assert torch.equal(context.keys[0, :40], stale_layer()[0].keys[0, :40])
     return tuple(
         float((true[left] - now[0, left]).norm() / residual[left].norm())
