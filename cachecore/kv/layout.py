@@ -64,3 +64,63 @@ def slots_of(blocks: Sequence[int], block_size_tokens: int, start: int, end: int
     tokens = torch.arange(start, end)
     table = torch.tensor(blocks, dtype=torch.int64)
     return table[tokens // block_size_tokens] * block_size_tokens + tokens % block_size_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TransposedMemory:
+    """vLLM's on CPUs without matrix units (its kernels `vec` and `vec16`): one tensor [blocks, kv_heads, block_size,
+    2 * head_dim] for each layer, whose inside is not what that shape says.
+
+    What one block keeps for one head is first its keys transposed, [head_dim, block_size], then its values,
+    [block_size, head_dim] (`csrc/cpu/cpu_attn_vec.hpp` and `cpu_attn_vec16.hpp`).
+    """
+
+    tensors: Sequence[Tensor]
+
+    @property
+    def layers(self) -> int:
+        return len(self.tensors)
+
+    @property
+    def block_size_tokens(self) -> int:
+        return self.tensors[0].shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.tensors[0].shape[3] // 2
+
+    def read(self, layer: int, slots: Tensor) -> LayerKv:
+        blocks, offsets = self._places(slots)
+        keys, values = self._parts(layer)
+        return LayerKv(keys[blocks, :, :, offsets], values[blocks, :, offsets])
+
+    def write(self, layer: int, slots: Tensor, kv: LayerKv) -> None:
+        blocks, offsets = self._places(slots)
+        keys, values = self._parts(layer)
+        keys[blocks, :, :, offsets] = kv.keys
+        values[blocks, :, offsets] = kv.values
+
+    def read_blocks(self, layer: int, blocks: Tensor) -> LayerKv:
+        """A copy of whole blocks [blocks]: several times faster than slot by slot."""
+        keys, values = self._parts(layer)
+        return LayerKv(
+            keys.index_select(0, blocks).permute(0, 3, 1, 2).flatten(0, 1).contiguous(),
+            values.index_select(0, blocks).transpose(1, 2).flatten(0, 1).contiguous(),
+        )
+
+    def write_blocks(self, layer: int, blocks: Tensor, kv: LayerKv) -> None:
+        """Fill whole blocks; each number only once."""
+        keys, values = self._parts(layer)
+        by_block = (len(blocks), self.block_size_tokens, *kv.keys.shape[1:])
+        keys.index_copy_(0, blocks, kv.keys.view(by_block).permute(0, 2, 3, 1))
+        values.index_copy_(0, blocks, kv.values.view(by_block).transpose(1, 2))
+
+    def _places(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        return slots // self.block_size_tokens, slots % self.block_size_tokens
+
+    def _parts(self, layer: int) -> LayerKv:
+        """Views: keys [blocks, kv_heads, head_dim, block_size], values [blocks, kv_heads, block_size, head_dim]."""
+        size, width = self.block_size_tokens, self.head_dim
+        inside = self.tensors[layer].flatten(2)  # [blocks, kv_heads, 2 * block_size * head_dim]
+        keys, values = inside[:, :, : size * width], inside[:, :, size * width :]
+        return LayerKv(keys.view(*keys.shape[:2], width, size), values.view(*values.shape[:2], size, width))

@@ -163,6 +163,9 @@ class EngineCore:
                     self.pool.release(run.blocks)
                 self._nudge()
 
+    def vouch(self, run: HeldRun) -> None:
+        """As `transfer.source.Lender`: what is referenced stays as it is."""
+
     def step(self) -> list[Report]:
         """Compute one step. An empty list means that it computed parts of prompts only, or nothing."""
         with self.lock:

@@ -36,6 +36,10 @@ class LayerWeights:
     down: Tensor
     """[F, H]"""
 
+    def tensors(self) -> Iterator[Tensor]:
+        parts = (getattr(self, name) for name in self.__slots__)
+        return (part for part in parts if part is not None)
+
 
 @dataclass(frozen=True, slots=True)
 class Weights:
@@ -52,8 +56,7 @@ class Weights:
         if self.head is not self.embedding:
             yield self.head
         for layer in self.layers:
-            parts = (getattr(layer, name) for name in LayerWeights.__slots__)
-            yield from (part for part in parts if part is not None)
+            yield from layer.tensors()
 
 
 class TensorReader:
@@ -89,6 +92,14 @@ class TensorReader:
             raise ModelError(f"tensor {name!r} has shape {tuple(tensor.shape)}, the configuration says {shape}")
         return tensor.to(device=self._device, dtype=self._dtype)
 
+    def names(self) -> list[str]:
+        return sorted(self._files)
+
+    def read_any(self, name: str) -> Tensor:
+        """One of `names`, of whatever shape; converted where it is of numbers with a point."""
+        tensor: Tensor = self._files[name].get_tensor(name)
+        return tensor.to(self._device, self._dtype) if tensor.is_floating_point() else tensor.to(self._device)
+
     def read_optional(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
         return self.read(name, shape) if name in self else None
 
@@ -104,6 +115,18 @@ def load_weights(directory: Path, config: ModelConfig, dtype: torch.dtype, devic
             norm=reader.read("model.norm.weight", (config.hidden_size,)),
             head=embedding if tied else reader.read("lm_head.weight", (config.vocab_size, config.hidden_size)),
         )
+
+
+def stream_weights(directory: Path, config: ModelConfig, dtype: torch.dtype) -> Iterator[Tensor]:
+    """What `Weights.tensors` gives for a directory, with no more than one layer in memory. Raises ModelError."""
+    with TensorReader(directory, dtype, torch.device("cpu")) as reader:
+        vocabulary = config.vocab_size, config.hidden_size
+        yield reader.read("model.embed_tokens.weight", vocabulary)
+        yield reader.read("model.norm.weight", (config.hidden_size,))
+        if not config.tied_embeddings and "lm_head.weight" in reader:
+            yield reader.read("lm_head.weight", vocabulary)
+        for index in range(config.layers):
+            yield from _layer(reader, config, index).tensors()
 
 
 def random_weights(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float32) -> Weights:

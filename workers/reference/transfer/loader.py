@@ -22,7 +22,7 @@ from cachecore.transfer.header import FrameHeader
 from cachecore.transfer.plan import Plan
 from cachecore.transfer.transport import Failed, Outcome, Refused, Transport
 from workers.reference.transfer.loads import Load, LoadCancelled, RunLoad, best_of
-from workers.reference.transfer.pages import Pages, stretches_of
+from workers.reference.transfer.pages import EnginePages, stretches_of
 from workers.reference.transfer.passages import PassageLoad, PassageSink
 from workers.reference.transfer.placing import PlacingSink
 from workers.reference.transfer.shape import KvShape
@@ -40,8 +40,9 @@ class Destination:
     """The engine's memory, as loads write to it."""
 
     shape: KvShape
-    pages: Pages
-    rope: RopeTable
+    pages: EnginePages
+    rope: RopeTable | None
+    """None where keys' turns are not known: only what stays as it is can then be taken."""
 
 
 class BlockSink(PlacingSink):
@@ -141,6 +142,7 @@ class Loader:
     def _sink(self, load: Load, run: RunLoad | PassageLoad) -> BlockSink | PassageSink:
         destination = self.destination
         if isinstance(run, PassageLoad):
+            assert destination.rope is not None  # noqa: S101  what has no table takes no passages
             return PassageSink(run, destination.shape.layers, destination.rope, self._executor, self._wake)
         return BlockSink(load, run, destination, self._executor, self._wake)
 

@@ -7,7 +7,7 @@ for a run mostly does. Stretches are sent from where they lie and copied to wher
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +29,18 @@ def stretches_of(blocks: Sequence[int]) -> list[Stretch]:
         members = [block for _, block in group]
         found.append(Stretch(members[0], members[-1] + 1))
     return found
+
+
+class EnginePages(Protocol):
+    """An engine's memory, as transfers read and write it: by whole blocks."""
+
+    def payload(self, layer: int, stretches: Sequence[Stretch]) -> Sequence[memoryview]:
+        """The bytes of a layer as codec `raw` lays them out."""
+        ...
+
+    def read(self, layer: int, stretches: Sequence[Stretch]) -> LayerKv: ...
+
+    def write(self, layer: int, stretches: Sequence[Stretch], kv: LayerKv) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,16 +8,31 @@ a plan, the request is answered all the same, with that part computed.
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from cachecore.blocks import HASH_BYTES, pack_tokens
+from cachecore.blocks import HASH_BYTES, Chain, pack_tokens
 from cachecore.holders import Holder
-from cachecore.scope import Fidelity, Keyring
+from cachecore.scope import Fidelity, KeyId, Keyring, Naming
 from cachecore.transfer.errors import PlanError, Reason, TransferError
 from cachecore.transfer.plan import FRACTION_PARAMETER, PARAMETER, PLANS_MAX, Pull, read_plan
 from workers.engine import Generation, TransferMetrics
 from workers.reference.scheduler import LiveSequence
 from workers.reference.transfer.loads import best_of
 from workers.reference.transfer.report import PullLog
+
+
+class NamedTokens(Protocol):
+    """A prompt, as plans are held against it."""
+
+    @property
+    def naming(self) -> Naming: ...
+
+    @property
+    def prompt_count(self) -> int: ...
+
+    def named(self, blocks: int) -> Chain:
+        """The names of the first `blocks` full blocks."""
+        ...
 
 
 class PlanReader:
@@ -32,7 +47,7 @@ class PlanReader:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._keyring = keyring
-        self._holder = holder
+        self.holder = holder
         self.codecs = codecs
         self._metrics = metrics
         self._clock = clock
@@ -47,7 +62,7 @@ class PlanReader:
         passages: list[Pull] = []
         for document in documents[:PLANS_MAX]:
             try:
-                pull = self._checked(document, sequence)
+                pull = self.checked(document, sequence.naming.scope.key_id, sequence.generation.fidelity)
                 (pulls if self._is_own(pull, sequence) else passages).append(pull)
             except TransferError as error:
                 log.refuse(error.reason)
@@ -55,24 +70,26 @@ class PlanReader:
         sequence.passages = sorted(passages, key=lambda pull: pull.plan.target_position)
         sequence.recompute_fraction = fraction_of(sequence.generation)
 
-    def _checked(self, document: object, sequence: LiveSequence) -> Pull:
-        """Raises PlanError or CapabilityError."""
-        pull = read_plan(document, self._keyring, self._holder, self._clock())
+    def checked(self, document: object, key_id: KeyId, accepted: Fidelity) -> Pull:
+        """A plan for this worker, for a request of `key_id` that accepts KV of a fidelity.
+
+        Raises PlanError or CapabilityError.
+        """
+        pull = read_plan(document, self._keyring, self.holder, self._clock())
         plan, capability = pull.plan, pull.capability
-        scope = sequence.naming.scope
-        if capability.key_id != scope.key_id:
-            raise PlanError(f"a plan for {capability.key_id}; the request is of {scope.key_id}", Reason.OTHER_TENANT)
+        if capability.key_id != key_id:
+            raise PlanError(f"a plan for {capability.key_id}; the request is of {key_id}", Reason.OTHER_TENANT)
         if plan.codec not in self.codecs:
             raise PlanError(f"codec {plan.codec} is not taken here", Reason.INCOMPATIBLE)
-        if best_of(plan.codec) > min(sequence.generation.fidelity, capability.fidelity):
+        if best_of(plan.codec) > min(accepted, capability.fidelity):
             raise PlanError(f"a plan for {plan.codec}; the request accepts no such KV", Reason.UNEXPECTED)
         return pull
 
     def _is_own(self, pull: Pull, sequence: LiveSequence) -> bool:
         """Whether the run is of the prompt's own chain, or else of one that says what the prompt says where it is
         wanted. Raises PlanError for any other."""
-        if _is_of(pull, sequence):
-            if pull.plan.source == self._holder:
+        if is_part_of(pull, sequence):
+            if pull.plan.source == self.holder:
                 raise PlanError("a plan to pull from oneself", Reason.OTHER_SOURCE)
             return True
         if not _is_said_by(pull, sequence):
@@ -94,7 +111,7 @@ def documents_of(generation: Generation) -> Sequence[object]:
     return given if isinstance(given, list) else []
 
 
-def _is_of(pull: Pull, sequence: LiveSequence) -> bool:
+def is_part_of(pull: Pull, sequence: NamedTokens) -> bool:
     """Whether the run is a part of the prompt, by the names that its tokens have here."""
     run, size = pull.plan.run, sequence.naming.scope.block_size_tokens
     end, position = run.first_block + run.blocks, run.first_block * size

@@ -65,12 +65,13 @@ class TransferService:
         destination: Destination,
         lender: Lender,
         wake: Callable[[], None],
+        rank: int = 0,
     ) -> None:
         self.options = options
         self.keyring = keyring
         self.destination = destination
         self.executor = ThreadPoolExecutor(_WORKERS, "reference-kv")
-        self.holder = Worker(WorkerName(options.name), Epoch(epoch))
+        self.holder = Worker(WorkerName(options.name), Epoch(epoch), rank)
         self.source = KvSource(
             self.holder,
             destination.shape,

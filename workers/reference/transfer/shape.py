@@ -1,5 +1,6 @@
 """What a worker's KV looks like, and the class of workers that can read each other's."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -51,7 +52,14 @@ class KvShape:
 
 
 def compatibility_of(config: ModelConfig, weights: Weights, positions: int) -> bytes:
+    """Of weights in memory; see `digest_of`."""
+    return digest_of(config, weights.embedding.dtype, weights.tensors(), positions)
+
+
+def digest_of(config: ModelConfig, dtype: torch.dtype, tensors: Iterable[Tensor], positions: int) -> bytes:
     """Digest of all that a block's bytes depend on besides tokens: shape, weights, RoPE, dtype and layout.
+
+    `tensors` are those of `Weights.tensors`, in `dtype`; each may be gone once the next is asked for.
 
     RoPE goes in by the frequencies that its table is made of: two workers with tables of different lengths agree where
     both reach. (Longrope's frequencies depend on the length, and so does the digest.)
@@ -61,14 +69,14 @@ def compatibility_of(config: ModelConfig, weights: Weights, positions: int) -> b
     layout = config.rope.layout
     turned = (layout.pairing.value, layout.offset, layout.sections, layout.sections_interleaved)
     rope = (*turned, attention_factor(config.rope))
-    digest.update(repr((shape, rope, str(weights.embedding.dtype))).encode())
+    digest.update(repr((shape, rope, str(dtype))).encode())
     digest.update(inverse_frequencies(config.rope, positions).numpy().tobytes())
-    for tensor in weights.tensors():
-        digest.update(_fingerprint(tensor))
+    for tensor in tensors:
+        digest.update(fingerprint_of(tensor))
     return digest.digest()
 
 
-def _fingerprint(tensor: Tensor) -> bytes:
+def fingerprint_of(tensor: Tensor) -> bytes:
     """Every bit of the tensor moves the sum; samples tell apart what merely sums up to the same."""
     words = tensor.contiguous().flatten().view(_WORDS[tensor.dtype.itemsize])
     total = int(words.sum(dtype=torch.int64))

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 from cachecore.blocks import PrefixHash, pack_tokens
 from cachecore.holders import Holder
 from cachecore.kv.calibration import RAW
-from cachecore.kv.codecs.contract import Codec, CodecError, Origin
+from cachecore.kv.codecs.contract import DTYPES, Codec, CodecError, Origin
 from cachecore.kv.codecs.registry import codec_named
 from cachecore.kv.rope import RopeTable
 from cachecore.scope import Fidelity, Naming
@@ -26,7 +26,7 @@ from cachecore.transfer.header import FrameHeader, Span
 from cachecore.transfer.transport import Draft, Request, Sealed, Wanted
 from workers.reference.kv_pool import HeldRun
 from workers.reference.transfer.loads import best_of
-from workers.reference.transfer.pages import Pages, Stretch, stretches_of
+from workers.reference.transfer.pages import EnginePages, Stretch, stretches_of
 from workers.reference.transfer.shape import KvShape
 
 
@@ -35,6 +35,11 @@ class Lender(Protocol):
 
     def lend(self, tail: PrefixHash, blocks: int, worst: Fidelity) -> AbstractContextManager[HeldRun | None]:
         """The run that ends with `tail`, referenced until the context ends; None when it is not held."""
+        ...
+
+    def vouch(self, run: HeldRun) -> None:
+        """Called when blocks have been read: until now they were the run's. Raises Unserved where an engine that keeps
+        no block for a peer's sake has given one away."""
         ...
 
 
@@ -58,8 +63,8 @@ class KvSource:
     shape: KvShape
     codecs: Sequence[str]
     lender: Lender
-    pages: Pages
-    rope: RopeTable
+    pages: EnginePages
+    rope: RopeTable | None
     executor: Executor
     """For gathering and encoding, which would keep the transfers' loop from others."""
     frame_bytes: int
@@ -135,13 +140,15 @@ class KvSource:
         layers, stride = lent.wanted.layers, lent.wanted.stride
         together = 1
         if stride == 1:
-            raw_bytes = 2 * lent.header.tokens * self.shape.kv_heads * self.shape.head_dim * self.pages.keys.itemsize
+            itemsize = DTYPES[self.shape.dtype].itemsize
+            raw_bytes = 2 * lent.header.tokens * self.shape.kv_heads * self.shape.head_dim * itemsize
             together = max(1, self.frame_bytes // raw_bytes)
         for layer in range(layers.first, layers.end, max(stride, together)):
             yield Span(layer, min(together, layers.end - layer), layers.total)
 
     def _draft(self, lent: _Lent, span: Span) -> Draft:
         layers = [self._layer(lent, layer) for layer in range(span.first, span.end)]
+        self.lender.vouch(lent.run)
         with_tokens = lent.wanted.with_tokens and span.first == lent.wanted.layers.first
         header = lent.header._replace(
             layers=span,
