@@ -223,6 +223,6 @@ def _model(pool: ModelPool) -> ModelStatus:
         model=pool.model,
         renderer=pool.renderer.name if pool.renderer else "remote",
         block_size_tokens=pool.block_size_tokens,
-        workers=[worker.name for worker in pool.workers],
+        workers=sorted(worker.name for worker in pool.workers),
         adapters=sorted(pool.adapters),
     )

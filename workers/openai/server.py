@@ -168,7 +168,9 @@ async def _run_servers(servers: Sequence[WorkerServer]) -> int:
     except RuntimeError as error:
         print(f"ropeway worker: {error}", file=sys.stderr)
         return 1
-    print(f"ready {' '.join(server.url for server in servers)}", file=sys.stderr, flush=True)
+    # In one write: what threads log must not come between the line and its end.
+    sys.stderr.write(f"ready {' '.join(server.url for server in servers)}\n")
+    sys.stderr.flush()
     waits = [asyncio.create_task(signalled.wait()), *(asyncio.create_task(server.wait()) for server in servers)]
     await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     await asyncio.gather(*(server.stop() for server in servers))

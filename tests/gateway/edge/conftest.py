@@ -35,7 +35,7 @@ def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> M
     return {"uvloop": uvloop.new_event_loop}
 
 
-async def eventually(condition: Callable[[], bool], seconds_max: float = 3.0) -> None:
+async def eventually(condition: Callable[[], bool], seconds_max: float = 10.0) -> None:
     """Wait for a condition; fail when it does not come true."""
     loop = asyncio.get_running_loop()
     limit = loop.time() + seconds_max

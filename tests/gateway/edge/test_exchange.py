@@ -605,7 +605,7 @@ async def test_the_worker_learns_that_the_client_left(
         client.reset()
     else:
         await client.close()
-    await settled(lambda: worker.open == 0, 1.0)
+    await settled(lambda: worker.open == 0)
     assert [end.ending for end in gateway.journey.ends] == [Ending.CLIENT_GONE]
 
 

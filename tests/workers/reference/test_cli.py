@@ -35,11 +35,14 @@ def running(directory: Path, *arguments: str) -> Iterator[tuple[str, subprocess.
         assert process.stderr is not None
         ready = next((line for line in process.stderr if line.startswith("ready ")), "")
         assert ready, f"the worker ended with {process.wait()}"
-        yield ready.split()[1], process
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            process.communicate(timeout=20)
-            assert process.returncode == 0
+        try:
+            yield ready.split()[1], process
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                process.communicate(timeout=20)
+                assert process.returncode == 0
+        finally:
+            process.kill()
 
 
 @pytest.fixture

@@ -67,7 +67,7 @@ def plan_of(first: int = 0, end: int = 10, *, prompt: Sequence[int] = PROMPT, **
     return Plan(THEIRS, ("tcp://127.0.0.1:9",), run, first * SIZE, first * SIZE, "raw", 5.0)._replace(**changes)
 
 
-def signed(plan: Plan, *, target: Holder = OURS, key_id: KeyId = TENANT, seconds: float = 60.0) -> dict[str, Any]:
+def signed(plan: Plan, *, target: Holder = OURS, key_id: KeyId = TENANT, seconds: float = 3600.0) -> dict[str, Any]:
     return sign(plan, Grant(key_id, target, Fidelity.QUANTIZED, time.time() + seconds), KEYRING)
 
 
