@@ -1,7 +1,7 @@
 """The house as syntax trees."""
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,6 +67,10 @@ def read_house(root: Path) -> list[Module]:
     paths = [path for room in ROOMS for path in sorted((root / room).rglob("*.py"))]
     if (root / "ropeway.py").exists():
         paths.append(root / "ropeway.py")
+    return read_modules(root, paths)
+
+
+def read_modules(root: Path, paths: Iterable[Path]) -> list[Module]:
     return [Module(path.relative_to(root).as_posix(), text := path.read_text(), ast.parse(text)) for path in paths]
 
 
@@ -86,6 +90,11 @@ def build(tmp_path: Path) -> Callable[[dict[str, str]], list[Module]]:
         return read_house(tmp_path)
 
     return build
+
+
+@pytest.fixture(scope="session")
+def tests() -> list[Module]:
+    return read_modules(REPOSITORY, sorted((REPOSITORY / "tests").rglob("*.py")))
 
 
 @pytest.fixture(scope="session")
