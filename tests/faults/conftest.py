@@ -1,17 +1,3 @@
 """These take minutes and measure: they run with `pytest -m faults tests/faults`, and not among the other tests."""
 
-from collections.abc import Generator
-
-import pytest
-
-from tests.gateway.end_to_end.processes import LIVE
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    report = yield
-    if report.failed:
-        report.sections += [(f"end of {process.name}'s log", process.tail()) for process in LIVE]
-    return report
+from tests.gateway.end_to_end.logs import pytest_runtest_makereport as pytest_runtest_makereport

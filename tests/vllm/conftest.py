@@ -3,13 +3,14 @@
 `make test-vllm` runs this suite in an environment that has vLLM.
 """
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from tests.gateway.end_to_end.processes import LIVE, new_keyring
+from tests.gateway.end_to_end.logs import pytest_runtest_makereport as pytest_runtest_makereport
+from tests.gateway.end_to_end.processes import new_keyring
 from tests.vllm.servers import VllmServer
 from workers.reference.fetch import default_cache_dir, fetch_smollm2
 
@@ -30,16 +31,6 @@ class Pair(NamedTuple):
 
     a: VllmServer
     b: VllmServer
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    report = yield
-    if report.failed:
-        report.sections += [(f"end of {process.name}'s log", process.tail()) for process in LIVE]
-    return report
 
 
 @pytest.fixture

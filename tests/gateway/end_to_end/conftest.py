@@ -1,12 +1,13 @@
 """A gateway with two simulated workers that most of these tests share, and the logs of all processes on failure."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from tests.gateway.end_to_end.processes import LIVE, Fleet, Gateway, new_keyring
+from tests.gateway.end_to_end.logs import pytest_runtest_makereport as pytest_runtest_makereport
+from tests.gateway.end_to_end.processes import Fleet, Gateway, new_keyring
 
 BODY_BYTES_MAX = 6_000_000
 
@@ -14,16 +15,6 @@ BODY_BYTES_MAX = 6_000_000
 class Stack(NamedTuple):
     fleet: Fleet
     gateway: Gateway
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    report = yield
-    if report.failed:
-        report.sections += [(f"end of {process.name}'s log", process.tail()) for process in LIVE]
-    return report
 
 
 @pytest.fixture(scope="session")
