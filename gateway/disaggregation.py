@@ -264,8 +264,9 @@ class Division:
         if expected or confirmed or cached:
             guessed = trust.level is not TrustLevel.EXACT
             trust.note(Answer(began, confirmed, expected, guessed, cached))
-        if trust.curious and max(confirmed, cached or 0) + block < len(named.chain) // HASH_BYTES * block:
-            trust.sample(holder, named.chain, began, now)
+        held = max(confirmed, cached or 0)
+        if trust.curious and held + block < len(named.chain) // HASH_BYTES * block:
+            trust.sample(holder, named.chain, began, now, held <= confirmed + trust.slack_tokens)
 
     def _learn_at_least(self, now: float, seconds: float) -> None:
         """The prefill took longer than this."""

@@ -639,6 +639,7 @@ class Journey:
         if matched or confirmed or cached_tokens:
             trust.note(Answer(self._started_at, confirmed, matched, guessed, cached_tokens))
         if trust.curious and rank < len(worker.holders):
-            held = confirmed if cached_tokens is None else max(confirmed, cached_tokens + trust.slack_tokens)
+            cached, slack = cached_tokens or 0, trust.slack_tokens
+            held = confirmed if cached_tokens is None else max(confirmed, cached + slack)
             if held < len(chain) // HASH_BYTES * block:
-                trust.sample(worker.holders[rank], chain, self._started_at, now)
+                trust.sample(worker.holders[rank], chain, self._started_at, now, cached <= confirmed + slack)

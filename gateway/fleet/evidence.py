@@ -59,6 +59,9 @@ class Sample:
     chain: Chain
     started_at: float
     finished_at: float
+    nameable: bool = True
+    """False where the worker had more of the prompt cached than the index knew: what it announces then goes on from
+    blocks that nobody may have names for, and that it is missing says nothing of a stream that speaks."""
     late: bool = False
     """They were not there in time."""
 
@@ -85,7 +88,7 @@ class Samples:
             if sample.late or now - sample.finished_at < grace:
                 continue
             sample.late = True
-            if not _silent_since(sample, facts):
+            if sample.nameable and not _silent_since(sample, facts):
                 self._recent.append(False)
 
     def silent(self, facts: StreamFacts) -> int:

@@ -183,10 +183,10 @@ class Trust:
         """Whether guesses may be made by what the events said: not where that turned out to be made up."""
         return not self._cases[Doubt.PHANTOM].stands
 
-    def sample(self, holder: Worker, chain: Chain, started_at: float, now: float) -> None:
+    def sample(self, holder: Worker, chain: Chain, started_at: float, now: float, nameable: bool = True) -> None:
         """Look for the blocks of an answered prompt. To be called while `curious`."""
         self.curious = False
-        self._samples.add(Sample(holder, chain, started_at, now))
+        self._samples.add(Sample(holder, chain, started_at, now, nameable))
 
     # What it is told
 

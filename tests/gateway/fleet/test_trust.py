@@ -41,13 +41,13 @@ class Bench:
         self.turns.append(turn)
         return turn
 
-    def answer(self, confirmed=0, cached=None, expected=None, guessed=False, seconds=0.1):
+    def answer(self, confirmed=0, cached=None, expected=None, guessed=False, seconds=0.1, nameable=True):
         """A request that took so long is answered now; it is sampled where the trust is curious."""
         expected = confirmed if expected is None else expected
         started_at = self.now - seconds
         self.trust.note(Answer(started_at, confirmed, expected, guessed, cached))
         if self.trust.curious:
-            self.trust.sample(HOLDER, Chain(bytes(16)), started_at, self.now)
+            self.trust.sample(HOLDER, Chain(bytes(16)), started_at, self.now, nameable)
 
     def run(self, seconds, answers_a_turn=2, **answer) -> None:
         for _ in range(round(seconds / TURN)):
@@ -224,6 +224,16 @@ def test_prompts_that_are_not_announced(bench: Bench) -> None:
     bench.announced = True
     bench.until_exact(60.0, cached=0)
     assert bench.remedies == []
+
+
+def test_prompts_whose_beginning_nobody_can_name_speak_for_silence_alone(bench: Bench) -> None:
+    """The engine still has it cached, and the index was told to forget it: what follows has a parent without a name."""
+    bench.run(5, cached=0)
+    bench.announced = False
+    bench.run(60, cached=0, nameable=False)
+    assert bench.trust.level is TrustLevel.EXACT
+    bench.speaking = False
+    assert bench.until(Doubt.SILENT, 10.0, cached=0, nameable=False) < 10.0
 
 
 def test_events_that_cannot_be_read(bench: Bench) -> None:
