@@ -184,6 +184,9 @@ class PromptsConfig(Section, frozen=True, kw_only=True):
     """What a prompt that only its engine can tokenize may wait for that, before it is placed by load alone."""
     request_templates_allowed: bool = False
     """Whether a request may bring its own `chat_template`, for engines that allow it too. Rendered in a sandbox."""
+    template_defaults: dict[str, dict[str, Any]] = {}
+    """Served model to what its chat template is told unless a request's `chat_template_kwargs` say otherwise: as its
+    engines were told by `--default-chat-template-kwargs`."""
 
 
 class PrioritiesConfig(Section, frozen=True, kw_only=True):
@@ -290,6 +293,9 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
         if self.policy not in POLICIES:
             raise ValueError(f"policy: {self.policy!r} is unknown{_nearest(self.policy, POLICIES)}")
         _check_redis(self)
+        for model in self.prompts.template_defaults:
+            if model not in self.tokenizers:
+                raise ValueError(f"prompts.template_defaults: {model!r} is not among the tokenizers")
         if any(worker.role == "prefill" for worker in self.workers) and not (
             self.transfer.enabled and self.keys_are_shared
         ):

@@ -18,12 +18,12 @@ from prometheus_client import CollectorRegistry
 from cachecore.index.content import MemoryContentIndex
 from cachecore.index.content_feed import ContentFeed
 from cachecore.index.memory import MemoryIndex
-from cachecore.prompts.contract import Renderer
+from cachecore.prompts.contract import PromptError, Renderer
 from cachecore.prompts.huggingface import HuggingFaceRenderer
 from cachecore.prompts.naming import PromptNamer
 from cachecore.scope import Fidelity, Keyring
 from gateway.app import Surfaces, build_app
-from gateway.config import GatewayConfig, ListenerConfig
+from gateway.config import GatewayConfig, ListenerConfig, PromptsConfig
 from gateway.disaggregation import Disaggregation
 from gateway.edge.exchange import Deadlines
 from gateway.edge.server import Edge, EdgeLimits
@@ -69,7 +69,7 @@ class Gateway:
         self.config = config
         keyring = _load_keyring(config)
         tenants = Tenants.load(config.tenants.api_keys_file)
-        renderers = load_renderers(config.tokenizers, config.prompts.request_templates_allowed)
+        renderers = load_renderers(config.tokenizers, config.prompts)
         backend = IndexBackend(config, keyring) if config.redis != "none" else None
         self.knowledge = Knowledge(backend.index if backend else MemoryIndex(blocks_max=config.index.blocks_max))
         self.prompts = Prompts(
@@ -312,12 +312,18 @@ async def _serve(server: uvicorn.Server) -> None:
     await server._serve()
 
 
-def load_renderers(tokenizers: Mapping[str, Path], request_templates_allowed: bool) -> dict[str, Renderer]:
-    """A renderer for each configured model. Raises ConfigError naming the directory at fault."""
+def load_renderers(tokenizers: Mapping[str, Path], prompts: PromptsConfig) -> dict[str, Renderer]:
+    """A renderer for each configured model. Raises ConfigError naming what is at fault."""
     renderers: dict[str, Renderer] = {}
     for model, directory in tokenizers.items():
         try:
-            renderers[model] = HuggingFaceRenderer.load(directory, allow_request_templates=request_templates_allowed)
+            renderers[model] = HuggingFaceRenderer.load(
+                directory,
+                allow_request_templates=prompts.request_templates_allowed,
+                template_defaults=prompts.template_defaults.get(model),
+            )
+        except PromptError as error:
+            raise ConfigError(f"prompts.template_defaults.{model}: {error}") from error
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"tokenizers.{model}: {directory}: {error}") from error
     return renderers

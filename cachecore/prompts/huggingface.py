@@ -86,9 +86,11 @@ class HuggingFaceRenderer:
         directory: Path,
         *,
         allow_request_templates: bool = False,
+        template_defaults: Mapping[str, Any] | None = None,
         clock: Callable[[], datetime] = datetime.now,
     ) -> "HuggingFaceRenderer":
-        """Read a model directory. Raises ValueError with the reason when it holds no usable tokenizer."""
+        """Read a model directory. Raises ValueError with the reason when it holds no usable tokenizer, and PromptError
+        for `template_defaults` that a template must not be told (`ChatTemplates`)."""
         try:
             tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
         except Exception as error:  # tokenizers raises plain Exception
@@ -97,7 +99,13 @@ class HuggingFaceRenderer:
         special_tokens = _named_special_tokens({**_read_json(directory / "special_tokens_map.json"), **config})
         _configure(tokenizer, config, special_tokens)
         sources = _template_sources(directory, config)
-        templates = ChatTemplates(sources, special_tokens, allow_request_templates=allow_request_templates, clock=clock)
+        templates = ChatTemplates(
+            sources,
+            special_tokens,
+            allow_request_templates=allow_request_templates,
+            defaults=template_defaults,
+            clock=clock,
+        )
         return cls(tokenizer, templates, special_tokens, _fingerprint(tokenizer, sources, special_tokens))
 
     def chat(self, request: Mapping[str, Any]) -> Rendered:

@@ -183,8 +183,12 @@ class ChatTemplates:
         special_tokens: Mapping[str, str],
         *,
         allow_request_templates: bool = False,
+        defaults: Mapping[str, Any] | None = None,
         clock: Callable[[], datetime] = datetime.now,
     ) -> None:
+        """`defaults` are variables that a request's `chat_template_kwargs` may say otherwise, as engines have them by
+        `--default-chat-template-kwargs`. Raises PromptError where one of them is not for a template to be told."""
+        self._defaults = dict(_extra_variables(defaults or {}))
         self._special_tokens = special_tokens
         self._clock = clock
         self._allow_request_templates = allow_request_templates
@@ -238,7 +242,7 @@ class ChatTemplates:
             request, wrap_text=template.wrap_text, knows_developers=template.knows_developers
         )
         add_generation_prompt, _ = read_flags(request)
-        variables: dict[str, Any] = {"documents": None}
+        variables: dict[str, Any] = {"documents": None, **self._defaults}
         if request.get("chat_template_kwargs"):
             variables.update(_extra_variables(request["chat_template_kwargs"]))
         if request.get("documents") is not None:

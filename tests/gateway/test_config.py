@@ -131,6 +131,7 @@ def test_variables_that_are_not_ours_are_left_alone() -> None:
         ("redis: redis://a:1", "keyring: gateways that share an index must name blocks alike"),
         ("sharing: {prefix: '{a}'}", "sharing.prefix: Expected `str` matching regex"),
         ("sharing: {lease_seconds: 0.1}", "sharing.lease_seconds: Expected `float` >= 0.2"),
+        ("prompts: {template_defaults: {m: {}}}", "prompts.template_defaults: 'm' is not among the tokenizers"),
         ("{port: 1, port: 2}", "the key 'port' is given twice"),
         ("[1]", "a mapping is expected at the top, not list"),
         ("port: [", "while parsing a flow node"),

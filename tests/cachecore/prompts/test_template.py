@@ -108,6 +108,16 @@ def test_named_templates() -> None:
     assert templates.render({"messages": [{"role": "user", "content": "x"}], "tools": [TOOL]})[0] == "tools:weather"
 
 
+def test_defaults_hold_until_a_request_says_otherwise() -> None:
+    templates = ChatTemplates({"default": "{{ thinking }}, {{ effort }}"}, SPECIAL, defaults={"thinking": False})
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    assert templates.render(body)[0] == "False, "
+    assert templates.render({**body, "chat_template_kwargs": {"effort": "low"}})[0] == "False, low"
+    assert templates.render({**body, "chat_template_kwargs": {"thinking": True}})[0] == "True, "
+    with pytest.raises(PromptError, match="must not contain messages"):
+        ChatTemplates({"default": ""}, SPECIAL, defaults={"messages": []})
+
+
 def test_tools_are_filled_in_and_ordered_as_the_engine_s_schema_does() -> None:
     tools = read_tools({"tools": [{"function": {"strict": True, "parameters": {}, "name": "f"}}]})
     assert tools == [
