@@ -10,13 +10,18 @@ it has been removed as often as it was stored. The counts of a handle's three ti
 A chain is as good as its worst block, so fidelity never gets better from parent to child. A handle stands for blocks of
 one fidelity; the same name at another fidelity comes under another handle.
 
+Where events were lost, or were not to be believed, nothing is known to be held; but what handles stand for is still
+true. An engine computes no block behind a hole, so one that goes on from such a handle in its own memory (L0) proves
+that the handle and all before it are there. A hot beginning is announced once and never again: without this it would be
+lost to an index for as long as the engine keeps it. Only a `WholeLedger` does so.
+
 Another process can go on with a `WholeLedger`: its stores say which handles they are about, and from what an index has
 kept of them (`RestoredRun`) the same ledger is built again. A `PartLedger` needs the tokens of parts that are not yet
 whole, which no index keeps; its stores go without handles, and without texts.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import groupby, islice
 from typing import Final, NamedTuple, Protocol
 
 import msgspec
@@ -87,7 +92,16 @@ class HandleRecord(NamedTuple):
 class Emission:
     """Collects index events in order; removals that follow each other in one layer become one event."""
 
-    __slots__ = ("_layer", "_removed", "events", "foreign_blocks", "removed_blocks", "stored_blocks", "with_texts")
+    __slots__ = (
+        "_layer",
+        "_removed",
+        "events",
+        "foreign_blocks",
+        "proven_blocks",
+        "removed_blocks",
+        "stored_blocks",
+        "with_texts",
+    )
 
     def __init__(self, with_texts: bool = False) -> None:
         self.with_texts = with_texts
@@ -96,6 +110,8 @@ class Emission:
         self.removed_blocks = 0
         self.foreign_blocks = 0
         """Engine blocks that were followed without names."""
+        self.proven_blocks = 0
+        """Engine blocks that are held because one behind them was stored."""
         self._removed: dict[bytes, None] = {}
         self._layer = Tier.L0, Fidelity.EXACT
 
@@ -133,7 +149,13 @@ class Ledger(Protocol):
         """Handles known."""
         ...
 
-    def __contains__(self, handle: int) -> bool: ...
+    def goes_on(self, parent: int, tier: Tier, out: Emission) -> bool:
+        """Whether blocks that enter `tier` after `parent` can be named. They may prove that it is held."""
+        ...
+
+    def doubt(self) -> bool:
+        """Nothing is known to be held any longer, what handles stand for is. False where that is of no use."""
+        ...
 
     def store(self, run: StoredRun, root: Root | None, out: Emission) -> None:
         """Name the run's blocks after their parent, which is known; `root` names a run without a parent.
@@ -198,24 +220,34 @@ class _Block(msgspec.Struct, gc=False):  # a million of these: no dict, and noth
     """None in a scope that is not ours, or no longer ours; children are then followed without names."""
     copies: int
     fidelity: Fidelity
+    before: int | None
+    """Handle of the block before it; its own where that is not known."""
 
 
 class WholeLedger:
     """Engine blocks of k times our size, k >= 1: each handle stands for k consecutive names.
 
-    `handles_max` bounds it when removals get lost: the oldest handles are given up as if they had been removed.
+    `handles_max` bounds it when removals get lost: the oldest handles are given up as if they had been removed, those
+    first that are not known to be held.
     """
 
     def __init__(self, block_size_tokens: int, handles_max: int) -> None:
         self._block_size_tokens = block_size_tokens
         self._handles_max = handles_max
         self._blocks: dict[int, _Block] = {}
+        self._doubted: dict[int, _Block] = {}
+        """Not known to be held. Their copies mean nothing."""
 
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def __contains__(self, handle: int) -> bool:
-        return handle in self._blocks
+    def goes_on(self, parent: int, tier: Tier, out: Emission) -> bool:
+        return parent in self._blocks or (parent in self._doubted and tier is Tier.L0 and self._prove(parent, out))
+
+    def doubt(self) -> bool:
+        self._doubted.update(self._blocks)
+        self._blocks = {}
+        return True
 
     def store(self, run: StoredRun, root: Root | None, out: Emission) -> None:
         root, parent, fidelity = self._after(run, root)
@@ -227,7 +259,7 @@ class WholeLedger:
         else:
             out.foreign_blocks += len(run.handles)
         self._follow(run, root, chain, fidelity, out)
-        if len(self._blocks) > self._handles_max:
+        if len(self._blocks) + len(self._doubted) > self._handles_max:
             self._evict(out)
 
     def restore(self, run: RestoredRun, root: Root | None) -> None:
@@ -241,9 +273,11 @@ class WholeLedger:
         known = next(iter(blocks.values()), None)
         if known is not None and len(known.names) != step:
             raise ValueError("handles stand for different numbers of blocks")
+        before = run.handles[0]
         for at, handle in enumerate(run.handles[::each]):
             names = run.names[at * step : (at + 1) * step]
-            block = blocks.setdefault(handle, _Block(names, root, 0, run.fidelity))
+            block = blocks.setdefault(handle, _Block(names, root, 0, run.fidelity, before))
+            before = handle
             if block.names != names or block.fidelity is not run.fidelity:
                 raise ValueError(f"handle {handle} stands for different blocks")
             block.copies += copies[at] * unit
@@ -257,18 +291,45 @@ class WholeLedger:
 
     def _follow(self, run: StoredRun, root: Root | None, chain: Chain, fidelity: Fidelity, out: Emission) -> None:
         blocks, unit, step = self._blocks, _unit(run.tier), len(chain) // len(run.handles)
-        start = 0
+        start, before = 0, run.parent
         for handle in run.handles:
             names = chain[start : start + step]
             start += step
+            if self._doubted:
+                self._doubted.pop(handle, None)
             block = blocks.get(handle)
             if block is not None and (block.names != names or block.fidelity is not fidelity):
                 self._disown(blocks.pop(handle), out)
                 block = None
             if block is None:
-                blocks[handle] = _Block(names, root, unit, fidelity)
+                blocks[handle] = _Block(names, root, unit, fidelity, before)
             else:
                 block.copies += unit
+            before = handle
+
+    def _prove(self, handle: int, out: Emission) -> bool:
+        """A block was stored behind this one: it is held, and so are all before it. False where they are not known as
+        far as a root, or a block that is held."""
+        path: dict[int, _Block] = {}
+        at: int | None = handle
+        while at is not None and at not in self._blocks:
+            block = self._doubted.get(at)
+            if block is None or at in path or block.before == at:
+                return False
+            path[at], at = block, block.before
+        before = None if at is None else self._blocks[at]
+        for (root, fidelity), run in groupby(reversed(path), lambda handle: (path[handle].root, path[handle].fidelity)):
+            handles = (*run,)
+            if root is not None:
+                parent = root.naming.root if before is None else PrefixHash(before.names[-HASH_BYTES:])
+                chain = Chain(b"".join(path[handle].names for handle in handles))
+                out.stored(parent, chain, Tier.L0, fidelity, handles, root.origin)
+            before = path[handles[-1]]
+        for handle in reversed(path):
+            block = self._blocks[handle] = self._doubted.pop(handle)
+            block.copies = _unit(Tier.L0)
+        out.proven_blocks += len(path)
+        return True
 
     def remove(self, handles: Iterable[int], tier: Tier, out: Emission) -> list[int]:
         blocks, shift = self._blocks, _COPIES_BITS * tier
@@ -298,7 +359,11 @@ class WholeLedger:
 
     def _evict(self, out: Emission) -> None:
         # Many at once: a dict that loses its first entry again and again walks over the graves each time.
-        for handle in list(islice(self._blocks, _surplus(len(self._blocks), self._handles_max))):
+        surplus = _surplus(len(self._blocks) + len(self._doubted), self._handles_max)
+        for handle in list(islice(self._doubted, surplus)):
+            del self._doubted[handle]
+            surplus -= 1
+        for handle in list(islice(self._blocks, surplus)):
             self._disown(self._blocks.pop(handle), out)
 
     def _canonical(self, run: StoredRun) -> list[bytes] | None:
@@ -365,8 +430,11 @@ class PartLedger:
     def __len__(self) -> int:
         return len(self._parts)
 
-    def __contains__(self, handle: int) -> bool:
-        return handle in self._parts
+    def goes_on(self, parent: int, tier: Tier, out: Emission) -> bool:
+        return parent in self._parts
+
+    def doubt(self) -> bool:
+        return False
 
     def store(self, run: StoredRun, root: Root | None, out: Emission) -> None:
         before = None if run.parent is None else self._parts[run.parent]

@@ -61,6 +61,8 @@ class RekeyStats:
     """Removals of handles that are not known in that tier."""
     foreign: int = 0
     """Engine blocks stored under a scope that is not ours."""
+    proven: int = 0
+    """Engine blocks that were in doubt and are held, since one behind them was stored."""
     ignored: int = 0
     """Events of groups that say nothing about prefixes."""
     refused: Counter[str] = field(default_factory=Counter)
@@ -115,6 +117,7 @@ class Rekeyer:
         self._stats.stored += out.stored_blocks
         self._stats.removed += out.removed_blocks
         self._stats.foreign += out.foreign_blocks
+        self._stats.proven += out.proven_blocks
         return events_out
 
     def restore(self, runs: Iterable[RestoredRun]) -> None:
@@ -144,8 +147,15 @@ class Rekeyer:
             self._ledger, self._parts_per_block, self._group = ledger, 1, group
 
     def clear(self) -> None:
-        """Forget every handle: the engine was restarted, or events were lost for good."""
+        """Forget every handle: the engine was restarted, or emptied its cache."""
         self._ledger = None
+        self._pending.clear()
+
+    def doubt(self) -> None:
+        """Believe of no block that it is held: events of this life of the engine were lost, or were not to be believed.
+        What is stored behind such a block proves it again."""
+        if self._ledger is None or not self._ledger.doubt():
+            self._ledger = None
         self._pending.clear()
 
     def stats(self) -> RekeyStats:
@@ -177,7 +187,7 @@ class Rekeyer:
             return
         ledger = self._ledger_for(event.block_size)
         run = _checked(event)
-        if run.parent is None or run.parent in ledger:
+        if run.parent is None or ledger.goes_on(run.parent, run.tier, out):
             self._store_with_followers(ledger, run, out)
         else:
             self._stats.unknown_parent += self._pending.add(run, run.parent)

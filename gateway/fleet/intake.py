@@ -317,7 +317,10 @@ class EventIntake:
         self.halt()
 
     def _void(self, reason: VoidReason) -> None:
-        self._rekeyer.clear()
+        if reason is VoidReason.RESTART:
+            self._rekeyer.clear()
+        else:
+            self._rekeyer.doubt()
         self._index.forget(self.holder)
         self._forget_contents()
         match reason:

@@ -249,6 +249,18 @@ async def test_a_replay_that_cannot_fill_the_gap_voids_the_holder(context, scrip
         assert taken.rekeyer.stats().handles == 1
 
 
+async def test_what_a_gap_has_cost_is_known_again_where_the_engine_goes_on_from_it(context, script):
+    async with taking(context, script.endpoint) as taken:
+        await script.subscribed()
+        await script.send(0, stored(1))
+        await script.send(2, stored(5))
+        await taken.applied(2)
+        assert (taken.depth(1), taken.voided) == (0, [VoidReason.GAP])
+        await script.send(3, stored(2, 1))
+        await taken.applied(3)
+        assert (taken.depth(1, 2), taken.rekeyer.stats().proven) == (2, 1)
+
+
 async def test_without_a_replay_endpoint_a_gap_voids_the_holder(context, script):
     async with taking(context, script.endpoint) as taken:
         await script.subscribed()
