@@ -1,0 +1,1 @@
+"""Traces of every format in one form: `reading.read_trace`."""
