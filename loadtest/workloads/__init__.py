@@ -1,0 +1,1 @@
+"""Seeded workloads with the token structure of real traffic: `generating.generate`."""
