@@ -41,6 +41,8 @@ class Pulled(NamedTuple):
     """Number of its first event; None when it has none. One that is not `last_id + 1` of the answer before means that
     events were lost, or that the engine has started over: then `forget` what is known."""
     last_id: int | None
+    other_rank: int = 0
+    """Events of other ranks, which are left out."""
 
 
 class _Token(msgspec.Struct, gc=False):
@@ -106,14 +108,16 @@ class TrtllmEvents:
 
     `tokens_per_block` is the engine's: blocks with fewer tokens are not full, and say nothing. Of several attention
     windows the widest counts. `blocks_max` bounds what is remembered when removals get lost; what is forgotten counts
-    as removed.
+    as removed. An engine with attention data parallelism tells of all ranks in one answer; events that name another one
+    than `rank` are left out.
     """
 
-    def __init__(self, tokens_per_block: int, blocks_max: int = BLOCKS_MAX) -> None:
+    def __init__(self, tokens_per_block: int, blocks_max: int = BLOCKS_MAX, rank: int = 0) -> None:
         if tokens_per_block < 1 or blocks_max < 1:
             raise ValueError("tokens_per_block and blocks_max must be positive")
         self._tokens_per_block = tokens_per_block
         self._blocks_max = blocks_max
+        self._rank = rank
         self._held: dict[int, _Held] = {}
         self._widest: int | None = None
 
@@ -128,7 +132,7 @@ class TrtllmEvents:
         """The events of one answer, which is a JSON list. Never raises."""
         events: list[KvEvent] = []
         ids: list[int] = []
-        rank, malformed = None, 0
+        malformed = other_rank = 0
         try:
             raws = _decode_list(payload)
         except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -136,13 +140,15 @@ class TrtllmEvents:
         for raw in raws:
             try:
                 event = _decode_event(raw)
+                if event.attention_dp_rank not in (None, self._rank):
+                    other_rank += 1
+                    continue
                 ids.append(event.event_id)
-                rank = event.attention_dp_rank
                 events += self._read(event)
             except (msgspec.MsgspecError, UnicodeDecodeError, OverflowError):
                 malformed += 1
-        batch = EventBatch(timestamp, tuple(events), rank, malformed)
-        return Pulled(batch, ids[0] if ids else None, ids[-1] if ids else None)
+        batch = EventBatch(timestamp, tuple(events), None, malformed)
+        return Pulled(batch, ids[0] if ids else None, ids[-1] if ids else None, other_rank)
 
     def _read(self, event: _Event) -> list[KvEvent]:
         window = event.window_size

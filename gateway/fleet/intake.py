@@ -23,7 +23,7 @@ from typing import Final
 import zmq
 import zmq.asyncio
 
-from cachecore.events import decode_batch
+from cachecore.events import EventBatch, decode_batch
 from cachecore.holders import Worker
 from cachecore.index.content_feed import ContentFeed
 from cachecore.index.contract import PrefixIndex
@@ -81,6 +81,8 @@ class IntakeStats:
     replays: int = 0
     """Asked for, the first one included."""
     replays_failed: int = 0
+    unanswered: int = 0
+    """Questions for events that were not answered as they should be, to an engine that has to be asked."""
     queued: int = 0
     """Batches that wait to be applied."""
     lag_seconds: float = 0.0
@@ -89,13 +91,174 @@ class IntakeStats:
     """Monotonic time of the last live message; None before the first."""
 
 
-class EventIntake:
-    """Follows the events of one rank of one life of a worker, from `start` to `stop`, on the running loop.
+class Intake:
+    """Applies what one rank of one life of a worker says of its cache, from `start` to `stop`, on the running loop.
+
+    Where it comes from is for those who are derived from this: they queue what is to be applied, in its order.
 
     `on_void` is called after everything known of the holder was dropped.
 
     `contents`, where texts are looked up, is told of what the rekeyer's stores say. It is of this process alone: it
     knows the holder from here on, and no longer than the intake follows it.
+    """
+
+    def __init__(
+        self,
+        holder: Worker,
+        source: EventSource,
+        index: PrefixIndex,
+        rekeyer: Rekeyer,
+        on_void: Callable[[VoidReason], None] = lambda reason: None,
+        *,
+        contents: ContentFeed | None = None,
+    ) -> None:
+        self.holder = holder
+        self.source = source
+        self._index = index
+        self._rekeyer = rekeyer
+        self._on_void = on_void
+        self._contents = contents
+        self._stats = IntakeStats()
+        self._queue: deque[Apply | Void] = deque()
+        self._filled, self._drained = asyncio.Event(), asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Begin to read, after what was announced before if that can be had. Raises zmq.ZMQError for an endpoint that
+        cannot be used."""
+        raise NotImplementedError
+
+    def forget(self, reread: bool) -> None:
+        """What the holder was believed to hold is wrong: forget it, and with `reread` begin again with what the
+        publisher can show."""
+        raise NotImplementedError
+
+    async def stop(self) -> None:
+        """Stop reading and close what was opened; what is queued is dropped. Raises what a task of the intake died
+        of."""
+        tasks, self._tasks = self.halt(), []
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        await self._close()
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+
+    async def _close(self) -> None:
+        """What `start` has opened."""
+        raise NotImplementedError
+
+    def halt(self) -> list[asyncio.Task[None]]:
+        """From this moment on apply nothing, for instance because another follows the stream. `stop` must still come.
+
+        Returns the tasks that end now.
+        """
+        self._queue.clear()
+        self._forget_contents()
+        tasks = self._under_way()
+        for task in tasks:
+            task.cancel()
+        return tasks
+
+    def _under_way(self) -> list[asyncio.Task[None]]:
+        return list(self._tasks)
+
+    @property
+    def behind(self) -> bool:
+        """Whether what has come in cannot yet be seen in the index."""
+        return len(self._queue) > _BEHIND_BATCHES
+
+    def stats(self) -> IntakeStats:
+        self._stats.queued = len(self._queue)
+        return self._stats
+
+    def rekey_stats(self) -> RekeyStats:
+        return self._rekeyer.stats()
+
+    # ---- applying ----------------------------------------------------------------------------------------------------
+
+    def _enqueue(self, action: Apply | Void) -> None:
+        self._queue.append(action)
+        self._filled.set()
+
+    async def _apply_queued(self) -> None:
+        while True:
+            await self._filled.wait()
+            turn_ends = time.perf_counter() + self.source.turn_seconds
+            while self._queue:
+                self._take(self._queue.popleft())
+                if time.perf_counter() >= turn_ends:
+                    break
+            if not self._queue:
+                self._filled.clear()
+            self._drained.set()
+            await asyncio.sleep(0)
+
+    def _take(self, action: Apply | Void) -> None:
+        if isinstance(action, Void):
+            self._void(action.reason)
+            return
+        try:
+            self._apply(action)
+        except Exception:
+            # Half a batch may be in the index. The stream goes on; what it has said so far is not believed.
+            logger.exception("events of %s: batch %d could not be applied", self.holder, action.sequence)
+            self._void(VoidReason.GAP)
+
+    def _apply(self, action: Apply) -> None:
+        self._apply_batch(action.sequence, decode_batch(action.payload))
+
+    def _apply_batch(self, sequence: int, batch: EventBatch) -> None:
+        self._stats.malformed += batch.malformed
+        wanted = self.source.expected_rank
+        events = batch.events
+        if wanted is not None and batch.rank is not None and batch.rank != wanted:
+            self._stats.other_rank += 1
+            events = ()
+        if 0.0 < batch.timestamp < self.source.not_before:
+            events = ()
+        self._stats.batches += 1
+        self._stats.events += len(events)
+        if batch.timestamp:
+            self._stats.lag_seconds = time.time() - batch.timestamp
+        told = self._rekeyer.rekey(events)
+        if not self._index.apply(self.holder, sequence, told):
+            self._not_taken(sequence)
+        elif self._contents is not None:
+            self._contents.apply(self.holder, told)
+
+    def _not_taken(self, sequence: int) -> None:
+        known = self._index.sequence(self.holder)
+        if known is not None and sequence <= known:
+            self._stats.stale += 1
+            return
+        # What came next would stand on a hole, and what the index knows may be another follower's: leave it alone.
+        self._stats.refused += 1
+        logger.warning("events of %s: the index does not take batch %d; nothing more is applied", self.holder, sequence)
+        self.halt()
+
+    def _void(self, reason: VoidReason) -> None:
+        if reason is VoidReason.RESTART:
+            self._rekeyer.clear()
+        else:
+            self._rekeyer.doubt()
+        self._index.forget(self.holder)
+        self._forget_contents()
+        match reason:
+            case VoidReason.GAP:
+                self._stats.gaps += 1
+            case VoidReason.RESTART:
+                self._stats.restarts += 1
+            case VoidReason.DOUBT:
+                self._stats.doubted += 1
+        self._on_void(reason)
+
+    def _forget_contents(self) -> None:
+        if self._contents is not None:
+            self._contents.forget(self.holder)
+
+
+class EventIntake(Intake):
+    """An intake of what an engine publishes over ZeroMQ.
 
     `resume_from` goes on for another intake, whose last batch it names. The index and the (restored) rekeyer must know
     the stream up to that batch; what came after it is asked for.
@@ -113,25 +276,15 @@ class EventIntake:
         resume_from: int | None = None,
         contents: ContentFeed | None = None,
     ) -> None:
-        self.holder = holder
-        self.source = source
-        self._index = index
-        self._rekeyer = rekeyer
+        super().__init__(holder, source, index, rekeyer, on_void, contents=contents)
         self._context = context
-        self._on_void = on_void
         self._resume_from = resume_from
-        self._contents = contents
         self._tracker = SequenceTracker(source.waiting_batches_max)
-        self._stats = IntakeStats()
-        self._queue: deque[Apply | Void] = deque()
-        self._filled, self._drained = asyncio.Event(), asyncio.Event()
         self._live: zmq.asyncio.Socket | None = None
-        self._tasks: list[asyncio.Task[None]] = []
         self._replay: asyncio.Task[None] | None = None
         self._reads = 0
 
     async def start(self) -> None:
-        """Subscribe and ask for what was announced before. Raises zmq.ZMQError for an endpoint that cannot be used."""
         live = self._live = self._socket(zmq.SUB)
         try:
             live.setsockopt_string(zmq.SUBSCRIBE, self.source.topic)
@@ -143,45 +296,20 @@ class EventIntake:
         cursor = self._resume_from
         self._do(self._tracker.start() if cursor is None else self._tracker.resume(cursor))
 
-    async def stop(self) -> None:
-        """Stop reading and close the sockets; what is queued is dropped. Raises what a task of the intake died of."""
-        tasks = self.halt()
-        self._tasks, self._replay = [], None
-        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    async def _close(self) -> None:
+        self._replay = None
         if self._live is not None:
             self._live.close(linger=0)
-        for outcome in outcomes:
-            if isinstance(outcome, Exception):
-                raise outcome
 
-    def halt(self) -> list[asyncio.Task[None]]:
-        """From this moment on apply nothing, for instance because another follows the stream. `stop` must still come.
-
-        Returns the tasks that end now.
-        """
-        self._queue.clear()
-        self._forget_contents()
-        tasks = [*self._tasks, *([self._replay] if self._replay else [])]
-        for task in tasks:
-            task.cancel()
-        return tasks
+    def _under_way(self) -> list[asyncio.Task[None]]:
+        return [*self._tasks, *([self._replay] if self._replay else [])]
 
     def forget(self, reread: bool) -> None:
-        """What the holder was believed to hold is wrong: forget it, and with `reread` begin again with what the
-        publisher can show."""
         self._do(self._tracker.doubt(reread))
 
     @property
     def behind(self) -> bool:
-        """Whether what has come in cannot yet be seen in the index."""
-        return self._tracker.replaying or len(self._queue) > _BEHIND_BATCHES
-
-    def stats(self) -> IntakeStats:
-        self._stats.queued = len(self._queue)
-        return self._stats
-
-    def rekey_stats(self) -> RekeyStats:
-        return self._rekeyer.stats()
+        return self._tracker.replaying or super().behind
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
@@ -248,9 +376,7 @@ class EventIntake:
             if isinstance(action, Replay):
                 self._start_replay(action.start)
             else:
-                self._queue.append(action)
-        if self._queue:
-            self._filled.set()
+                self._enqueue(action)
 
     def _start_replay(self, start: int) -> None:
         if self._replay is not None:
@@ -261,77 +387,3 @@ class EventIntake:
             return
         self._stats.replays += 1
         self._replay = asyncio.create_task(self._read_replay(start, self.source.replay_endpoint))
-
-    async def _apply_queued(self) -> None:
-        while True:
-            await self._filled.wait()
-            turn_ends = time.perf_counter() + self.source.turn_seconds
-            while self._queue:
-                self._take(self._queue.popleft())
-                if time.perf_counter() >= turn_ends:
-                    break
-            if not self._queue:
-                self._filled.clear()
-            self._drained.set()
-            await asyncio.sleep(0)
-
-    def _take(self, action: Apply | Void) -> None:
-        if isinstance(action, Void):
-            self._void(action.reason)
-            return
-        try:
-            self._apply(action)
-        except Exception:
-            # Half a batch may be in the index. The stream goes on; what it has said so far is not believed.
-            logger.exception("events of %s: batch %d could not be applied", self.holder, action.sequence)
-            self._void(VoidReason.GAP)
-
-    def _apply(self, action: Apply) -> None:
-        batch = decode_batch(action.payload)
-        self._stats.malformed += batch.malformed
-        wanted = self.source.expected_rank
-        events = batch.events
-        if wanted is not None and batch.rank is not None and batch.rank != wanted:
-            self._stats.other_rank += 1
-            events = ()
-        if 0.0 < batch.timestamp < self.source.not_before:
-            events = ()
-        self._stats.batches += 1
-        self._stats.events += len(events)
-        if batch.timestamp:
-            self._stats.lag_seconds = time.time() - batch.timestamp
-        told = self._rekeyer.rekey(events)
-        if not self._index.apply(self.holder, action.sequence, told):
-            self._not_taken(action.sequence)
-        elif self._contents is not None:
-            self._contents.apply(self.holder, told)
-
-    def _not_taken(self, sequence: int) -> None:
-        known = self._index.sequence(self.holder)
-        if known is not None and sequence <= known:
-            self._stats.stale += 1
-            return
-        # What came next would stand on a hole, and what the index knows may be another follower's: leave it alone.
-        self._stats.refused += 1
-        logger.warning("events of %s: the index does not take batch %d; nothing more is applied", self.holder, sequence)
-        self.halt()
-
-    def _void(self, reason: VoidReason) -> None:
-        if reason is VoidReason.RESTART:
-            self._rekeyer.clear()
-        else:
-            self._rekeyer.doubt()
-        self._index.forget(self.holder)
-        self._forget_contents()
-        match reason:
-            case VoidReason.GAP:
-                self._stats.gaps += 1
-            case VoidReason.RESTART:
-                self._stats.restarts += 1
-            case VoidReason.DOUBT:
-                self._stats.doubted += 1
-        self._on_void(reason)
-
-    def _forget_contents(self) -> None:
-        if self._contents is not None:
-            self._contents.forget(self.holder)

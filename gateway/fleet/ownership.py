@@ -30,7 +30,7 @@ from cachecore.index.schema import NO_NAMING, HolderSnapshot
 from cachecore.ledgers import RestoredRun
 from cachecore.store import StoreError
 from gateway.fleet.engines.contract import EventEndpoints
-from gateway.fleet.intake import EventIntake
+from gateway.fleet.intake import Intake
 from gateway.fleet.streams import Intakes, Resume, stop_intake
 from gateway.fleet.worker import ModelPool, WorkerRecord
 
@@ -52,7 +52,7 @@ class _Stream:
     holder: Worker
     endpoints: EventEndpoints
     pool: ModelPool
-    intake: EventIntake | None = None
+    intake: Intake | None = None
     since: float = 0.0
     """When the intake was opened."""
     alone: bool = False

@@ -6,6 +6,7 @@ With a shared index the gateways divide the streams among them instead: `gateway
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import zmq
@@ -17,8 +18,10 @@ from cachecore.index.contract import PrefixIndex
 from cachecore.ledgers import RestoredRun
 from cachecore.rekey import Rekeyer
 from cachecore.scope import Naming
+from cachecore.trtllm_events import TrtllmEvents
 from gateway.fleet.engines.contract import EventEndpoints
-from gateway.fleet.intake import EventIntake, EventSource
+from gateway.fleet.intake import EventIntake, EventSource, Intake
+from gateway.fleet.polling import PolledIntake
 from gateway.fleet.worker import ModelPool, WorkerRecord
 
 logger = logging.getLogger("ropeway.events")
@@ -62,7 +65,7 @@ class Intakes:
 
     async def open(
         self, holder: Worker, endpoints: EventEndpoints, pool: ModelPool, resume: Resume | None = None
-    ) -> EventIntake | None:
+    ) -> Intake | None:
         """An intake that runs; None, and a line in the log, when the endpoint cannot be used.
 
         Raises ValueError when it cannot be gone on from `resume`.
@@ -75,11 +78,10 @@ class Intakes:
         )
         if resume is not None:
             await asyncio.to_thread(rekeyer.restore, resume.runs)  # a microsecond a block
-        source = event_source(endpoints, holder.rank)
-        resume_from = resume.sequence if resume is not None else None
-        intake = EventIntake(
-            holder, source, self._index, rekeyer, self._context, resume_from=resume_from, contents=contents
-        )
+        if not endpoints.block_size_tokens:
+            endpoints = replace(endpoints, block_size_tokens=pool.block_size_tokens)
+        intake = self._intake(holder, endpoints, rekeyer, resume.sequence if resume is not None else None)
+        source = intake.source
         try:
             await intake.start()
         except zmq.ZMQError as error:
@@ -89,6 +91,17 @@ class Intakes:
 
     def close(self) -> None:
         self._context.destroy(linger=0)
+
+    def _intake(self, holder: Worker, endpoints: EventEndpoints, rekeyer: Rekeyer, resume_from: int | None) -> Intake:
+        source, contents = event_source(endpoints, holder.rank), self._contents
+        if endpoints.told_once:
+            decoder = TrtllmEvents(endpoints.block_size_tokens, rank=holder.rank)
+            return PolledIntake(
+                holder, source, self._index, rekeyer, decoder, resume_from=resume_from, contents=contents
+            )
+        return EventIntake(
+            holder, source, self._index, rekeyer, self._context, resume_from=resume_from, contents=contents
+        )
 
 
 class OwnStreams:
@@ -118,7 +131,7 @@ class OwnStreams:
         self._intakes.close()
 
 
-async def stop_intake(intake: EventIntake) -> None:
+async def stop_intake(intake: Intake) -> None:
     try:
         await intake.stop()
     except Exception:

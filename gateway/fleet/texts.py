@@ -3,7 +3,8 @@
 What a block says cannot be derived from its name, and names are all that a shared index holds. Publishing contents
 beside them would double what every change costs the server, for a lookup that few requests need. So a gateway that
 looks texts up subscribes to the workers themselves: their sockets serve any number of readers, and its content index is
-its own. It pays with naming the blocks of streams that others own, which is why texts are off unless asked for.
+its own. It pays with naming the blocks of streams that others own, which is why texts are off unless asked for. Texts
+of workers that tell each event once are not looked up.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ from cachecore.blocks import Chain, PrefixHash
 from cachecore.holders import Holder, Tier
 from cachecore.index.content_feed import ContentFeed
 from cachecore.index.contract import NO_MATCH, IndexEvent, IndexStats, Match
-from gateway.fleet.intake import EventIntake
+from gateway.fleet.intake import Intake
 from gateway.fleet.streams import EventStreams, Intakes, NamingFor, stop_intake
 from gateway.fleet.worker import ModelPool, WorkerRecord
 
@@ -55,12 +56,12 @@ class TextStreams:
         self._inner = inner
         self._index = NoIndex()
         self._intakes = Intakes(self._index, naming_for, contents)
-        self._followed: dict[str, list[EventIntake]] = {}
+        self._followed: dict[str, list[Intake]] = {}
 
     async def follow(self, record: WorkerRecord, pool: ModelPool) -> None:
         await self._inner.follow(record, pool)
         endpoints = record.discovery.events if record.discovery else None
-        if endpoints is None:
+        if endpoints is None or endpoints.told_once:
             return
         await self._stop_intakes(record.name)
         opened = [await self._intakes.open(holder, endpoints, pool) for holder in record.holders]

@@ -21,7 +21,7 @@ from gateway.fleet.engines.contract import (
     TransferAbility,
 )
 from gateway.fleet.engines.generic import GenericAdapter
-from gateway.fleet.intake import EventIntake
+from gateway.fleet.intake import Intake
 from gateway.fleet.trust import Trust, TrustLevel
 
 DEFAULT_BLOCK_SIZE_TOKENS = 16
@@ -79,7 +79,7 @@ class WorkerRecord:
     """Whether it tells token ids of chats."""
     load: EngineLoad | None = None
     """Its last report; None when it makes none."""
-    intakes: list[EventIntake] = field(default_factory=list)
+    intakes: list[Intake] = field(default_factory=list)
     """Of the streams that this gateway follows itself."""
     trust: Trust = field(default_factory=Trust)
     """How far its events are believed, in its present life."""

@@ -29,6 +29,7 @@ class EventEndpoint(NamedTuple):
     """Where one rank publishes its KV events."""
 
     endpoint: str
+    """A ZeroMQ address; or the URL of a route that is asked for them, again and again, and gives each once."""
     replay_endpoint: str | None = None
     topic: str = ""
     bind: bool = False
@@ -42,6 +43,8 @@ class EventEndpoints:
     sockets: tuple[EventEndpoint, ...]
     not_before: float = 0.0
     """Wall-clock seconds. What was said earlier holds no longer: the cache was emptied without a word for it."""
+    block_size_tokens: int = 0
+    """Of the engine, where its events do not say it."""
 
     @classmethod
     def at(
@@ -60,6 +63,11 @@ class EventEndpoints:
     @property
     def ranks(self) -> int:
         return len(self.sockets)
+
+    @property
+    def told_once(self) -> bool:
+        """One reader at most: what it has heard, nobody else will."""
+        return any(socket.endpoint.startswith(("http://", "https://")) for socket in self.sockets)
 
     def since(self, wall_seconds: float) -> "EventEndpoints":
         return replace(self, not_before=wall_seconds)
@@ -110,6 +118,14 @@ class TransferAbility:
     """Whether it takes runs that stood at other positions."""
     pools: tuple[OpenPool, ...] = ()
 
+    def reaches(self, addresses: tuple[str, ...]) -> bool:
+        """Whether it can pull from a source at these: over what it serves over itself, with TLS or without."""
+        return not self.addresses or not _schemes(self.addresses).isdisjoint(_schemes(addresses))
+
+
+def _schemes(addresses: tuple[str, ...]) -> set[str]:
+    return {address.partition("://")[0] for address in addresses}
+
 
 class Lack(NamedTuple):
     """Something that an engine was started without, and that costs."""
@@ -134,6 +150,8 @@ class Discovery:
     max_model_len: int = 0
     capacity_requests: int = 0
     """Requests that one rank runs at once; 0 when it does not say."""
+    kv_tokens: int = 0
+    """Tokens that the KV memory of one rank has room for; 0 when it does not say."""
     tokenizer_fingerprint: str = ""
     events: EventEndpoints | None = None
     transfer: TransferAbility | None = None
@@ -155,6 +173,7 @@ class Discovery:
             block_size_tokens=self.block_size_tokens or earlier.block_size_tokens,
             max_model_len=self.max_model_len or earlier.max_model_len,
             capacity_requests=self.capacity_requests or earlier.capacity_requests,
+            kv_tokens=self.kv_tokens or earlier.kv_tokens,
             events=_heard(self.events, earlier.events),
             version=self.version or earlier.version,
             revisions={**earlier.revisions, **self.revisions},

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import httpx
@@ -15,16 +16,24 @@ from gateway.fleet.engines.questions import ProbeError, Questions
 from gateway.fleet.engines.ropeway import RopewayAdapter
 from gateway.fleet.engines.server_info import read_events, read_transfer
 from gateway.fleet.engines.sglang import SglangAdapter, server_info
+from gateway.fleet.engines.trtllm import TrtllmAdapter
 from gateway.fleet.engines.vllm import VllmAdapter
 
 logger = logging.getLogger("ropeway.fleet")
 
 GENERIC = GenericAdapter()
 ADAPTERS: Mapping[str, EngineAdapter] = {
-    adapter.name: adapter for adapter in (VllmAdapter(), SglangAdapter(), LlamaCppAdapter(), RopewayAdapter(), GENERIC)
+    adapter.name: adapter
+    for adapter in (VllmAdapter(), SglangAdapter(), TrtllmAdapter(), LlamaCppAdapter(), RopewayAdapter(), GENERIC)
 }
 """By the names that `engine` of a worker's configuration takes."""
-_OWNERS = {"vllm": "vllm", "sglang": "sglang", "llamacpp": "llamacpp", "ropeway": "ropeway"}
+_OWNERS = {
+    "vllm": "vllm",
+    "sglang": "sglang",
+    "tensorrt_llm": "trtllm",
+    "llamacpp": "llamacpp",
+    "ropeway": "ropeway",
+}
 """`owned_by` of a model's entry."""
 
 
@@ -50,6 +59,9 @@ async def discover(ask: Questions, config: WorkerConfig, earlier: Found | None =
         discovery.events = EventEndpoints.at(
             events.endpoint, events.replay_endpoint or None, events.topic, ranks, events.bind
         )
+    if discovery.events is not None and discovery.events.told_once:
+        size = config.block_size_tokens or discovery.block_size_tokens
+        discovery.events = replace(discovery.events, block_size_tokens=size)
     return Found(adapter, discovery)
 
 
