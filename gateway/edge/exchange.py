@@ -29,6 +29,7 @@ from gateway.edge.http1 import (
 )
 from gateway.edge.upstream import UpstreamConnection, UpstreamPool
 from gateway.errors import InternalError, ServiceError, UpstreamFailed, UpstreamTimeout, UpstreamUnavailable
+from gateway.first_token import FirstToken
 from gateway.usage import UsageStripper
 
 logger = logging.getLogger("ropeway.edge")
@@ -38,7 +39,7 @@ _TAIL_BYTES = 4096
 _LAST_CHUNK = b"0\r\n\r\n"
 _COMMENT = b":\n\n"
 # As it stands on the wire: bare where we chunk the body ourselves, before a chunk's line end where the worker does.
-_EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\n\n\r\n", b"\r\n\r\n\r\n")
+_EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r", b"\n\n\r\n", b"\r\n\r\n\r\n", b"\r\r\r\n")
 
 # The gateway writes framing itself; `x-request-id` of the worker is the id we gave it, not the client's.
 _DROPPED_FROM_ANSWERS = HOP_BY_HOP | {b"content-length", b"x-request-id"}
@@ -85,7 +86,9 @@ class Listener(Protocol):
         """The head of the answer that the client gets has come."""
         ...
 
-    def first_byte(self) -> None: ...
+    def first_byte(self) -> None:
+        """The answer has begun: with its first byte, or in an event stream with the first event that says something."""
+        ...
 
     def retry(self, reason: str, elsewhere: bool) -> bool:
         """Prepare another attempt in `attempt`; False when there is none left to make."""
@@ -121,6 +124,7 @@ class Exchange:
         "_answer_head",
         "_attempt",
         "_attempts",
+        "_begun",
         "_body_bytes",
         "_checked_bytes",
         "_client",
@@ -128,6 +132,7 @@ class Exchange:
         "_connection",
         "_deadlines",
         "_ended",
+        "_first_token",
         "_flowing",
         "_head",
         "_last_chunk",
@@ -152,7 +157,11 @@ class Exchange:
         self._attempts = self._body_bytes = self._checked_bytes = 0
         self._previous_chunk = self._last_chunk = b""
         self._flowing = False
-        """The head and the first bytes of the body are out, and the rest is passed on as it is."""
+        """The head and the first token are out, and the rest is passed on as it is."""
+        self._begun = False
+        """The listener knows that the answer has begun."""
+        self._first_token: FirstToken | None = None
+        """Where that is not its first byte."""
         self._rechunk = False
         self._answer_head = b""
         """Held back until the first bytes of the body, which follow at once."""
@@ -214,6 +223,8 @@ class Exchange:
 
     def response_started(self, head: ResponseHead, body_follows: bool) -> None:
         self._head = head
+        if head.status == 200 and self._is_event_stream():
+            self._first_token = FirstToken(head.length == CHUNKED)
         answer = self._head_to_send(head)
         if body_follows and not self._rechunk and self._undelivered is None:
             # One write for an answer that came in one read.
@@ -261,11 +272,14 @@ class Exchange:
             self._previous_chunk, self._last_chunk = self._last_chunk, data
             self._client.write(data)
             return
-        if not self._body_bytes and data:
-            self._report_first_byte()
+        if not self._begun and data:
+            self._look_for_the_beginning(data)
         self._body_bytes += len(data)
         if done:
             self._connection = None
+            if not data and self._is_cut_off():
+                self._broke_midway(None)
+                return
             # Engines write usage, `[DONE]` and the end of the chunks one by one: all three are the tail.
             self._last_chunk += data
         else:
@@ -281,10 +295,27 @@ class Exchange:
             self._client.write(answer_head + data)
         elif data:
             self._client.write(data)
-            self._flowing = True
+            self._flowing = self._begun
         if done:
             self._end(_COMPLETE)
             self._client.answer_complete(not (self._client.http10 and self._head_length() < 0))
+
+    def _is_cut_off(self) -> bool:
+        """Whether an answer whose end is that of the connection has not come to its own: nothing, or half of something.
+
+        Where the end is that of an event or a document nobody can tell.
+        """
+        head = self._head
+        if head is None or head.length != UNTIL_CLOSE or head.status != 200:
+            return False
+        if not self._body_bytes:
+            return True
+        if self._is_event_stream():
+            incomplete = not self._ends_event() if self._stripper is None else self._stripper.holds
+            return incomplete and not self._tail().rstrip().endswith(b"[DONE]")
+        fields = dict(head.headers)
+        is_json = fields.get(b"content-type", b"").lower().startswith(b"application/json")
+        return is_json and b"content-encoding" not in fields and not self._tail().rstrip().endswith((b"}", b"]"))
 
     def _head_length(self) -> int:
         return self._head.length if self._head is not None else 0
@@ -353,11 +384,15 @@ class Exchange:
         self._client.write(event if self._unframed else b"%x\r\n%b\r\n" % (len(event), event))
 
     def _is_event_stream(self) -> bool:
+        """Whether the body is events that can be read: not where a worker compresses them, unasked."""
         assert self._head is not None  # noqa: S101
-        return any(
-            name == b"content-type" and value.lower().startswith(b"text/event-stream")
-            for name, value in self._head.headers
-        )
+        notes = self._head.notes
+        readable: bool | None = notes.get("events")
+        if readable is None:
+            fields = dict(self._head.headers)
+            readable = fields.get(b"content-type", b"").lower().startswith(b"text/event-stream")
+            notes["events"] = readable = readable and fields.get(b"content-encoding", b"identity") == b"identity"
+        return readable
 
     def _ends_event(self) -> bool:
         """Whether the last event that the client got is complete."""
@@ -461,6 +496,11 @@ class Exchange:
             self._listener.answered(head)
         except Exception:
             logger.exception("cannot account for an answer")
+
+    def _look_for_the_beginning(self, data: bytes) -> None:
+        if self._first_token is None or self._first_token.comes_with(data):
+            self._begun = True
+            self._report_first_byte()
 
     def _report_first_byte(self) -> None:
         try:

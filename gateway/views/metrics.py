@@ -193,7 +193,7 @@ class GatewayCollector(Collector):
 
     def _latencies(self) -> Iterator[Metric]:
         for name, text, histogram in (
-            ("ttft_seconds", "From decision to the first byte of the answer's body.", self._metrics.ttft),
+            ("ttft_seconds", "From decision to the first event of a stream that says something.", self._metrics.ttft),
             ("request_duration_seconds", "From decision to the end of the answer.", self._metrics.duration),
             ("decision_seconds", "Snapshot and policy, index lookup excluded.", self._metrics.decision),
         ):

@@ -65,7 +65,7 @@ class Worker:
 
     async def start(self) -> UpstreamPool:
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: WorkerConnection(self), "127.0.0.1", 0)
+        self._server = await loop.create_server(lambda: WorkerConnection(self), "127.0.0.1", 0, backlog=1024)
         return UpstreamPool("127.0.0.1", self._server.sockets[0].getsockname()[1])
 
     @property

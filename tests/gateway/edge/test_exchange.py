@@ -76,11 +76,12 @@ async def test_a_body_that_ends_with_the_connection_is_framed(gateway: Any) -> N
 
 
 async def test_an_empty_body_that_ends_with_the_connection(gateway: Any) -> None:
-    await gateway.worker([b"HTTP/1.0 200 OK\r\n\r\n", CLOSE])
+    """Of an error: an answer would be missing."""
+    await gateway.worker([b"HTTP/1.0 500 Oh\r\n\r\n", CLOSE])
     client = await gateway.client()
     client.post()
     answer = await client.answer()
-    assert (answer.wire, answer.complete) == (b"0\r\n\r\n", True)
+    assert (answer.status, answer.wire, answer.complete) == (500, b"0\r\n\r\n", True)
     assert gateway.journey.first_bytes == 0
 
 
