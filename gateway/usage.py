@@ -9,8 +9,11 @@ import orjson
 _KEY = b'"usage"'
 # As `_object_after` reads it, where nothing in it is nested twice.
 _plain_object = re.compile(rb'"usage"[ \t\r\n]*:[ \t\r\n]*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})').match
-# Where a worker cut the object into two chunks.
-_CHUNK_SEAM = re.compile(rb"\r\n[0-9A-Fa-f]+(?:;[^\r\n]*)?\r\n")
+# Where a worker cut the object into two chunks, or an event's data into two lines.
+_SEAM = re.compile(rb"\r\n[0-9A-Fa-f]+(?:;[^\r\n]*)?\r\n|(?:\r\n|\n|\r)data: ?")
+_cut_within_a_line = re.compile(rb"\r\n(?<!\n\r\n)[0-9A-Fa-f]+(?:;[^\r\n]*)?\r\n").search
+_CUT_BYTES_MAX = 1024
+"""How far from the end a cut is looked for: no usage and what follows it is longer."""
 
 
 class Usage(msgspec.Struct, frozen=True, gc=False):
@@ -22,12 +25,20 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
 
 def read_usage(tail: bytes) -> Usage | None:
     """The last usage object in the end of a body, JSON or event stream, chunk headers and all; None without one."""
+    usage = _read_usage(tail)
+    if usage is not None or _cut_within_a_line(tail, max(len(tail) - _CUT_BYTES_MAX, 0)) is None:
+        return usage
+    # Its key, too, may have been cut in two.
+    return _read_usage(_SEAM.sub(b"", tail))
+
+
+def _read_usage(tail: bytes) -> Usage | None:
     start = tail.rfind(_KEY)
     while start >= 0:
         plain = _plain_object(tail, start)
         raw = plain[1] if plain is not None else _object_after(tail, start + len(_KEY))
         if raw:
-            return _usage(raw) or _usage(_CHUNK_SEAM.sub(b"", raw))
+            return _usage(raw) or _usage(_SEAM.sub(b"", raw))
         start = tail.rfind(_KEY, 0, start)
     return None
 
@@ -86,8 +97,9 @@ def _odd_usage(raw: bytes) -> Usage | None:
 # ---- taking it out of a stream ---------------------------------------------------------------------------------------
 
 # A carriage return that nothing follows yet may be the first half of a line end.
-_EVENT_END = re.compile(rb"(?:\r\n|\n|\r(?=[^\n])){2}")
-_DATA = re.compile(rb"(?:^|[\r\n])data: ?([^\r\n]*)")
+# Both begin with what is quickly looked for.
+EVENT_END = re.compile(rb"(?:\n|\r\n|\r(?=[^\n]))(?:\n|\r\n|\r(?=[^\n]))")
+_DATA = re.compile(rb"data:(?<![^\r\n]data:) ?([^\r\n]*)")
 _EVENT_BYTES_MAX = 1024 * 1024
 
 
@@ -106,12 +118,17 @@ class UsageStripper:
         self.stripped = b""
         """The last event that was taken out."""
 
+    @property
+    def holds(self) -> bool:
+        """Whether the beginning of an event is held back."""
+        return bool(self._held)
+
     def feed(self, data: bytes) -> bytes:
         """The bytes to pass on now."""
         held = self._held + data
         passed: list[bytes] = []
         start, search = 0, self._searched
-        while (end := _EVENT_END.search(held, search)) is not None:
+        while (end := EVENT_END.search(held, search)) is not None:
             start = search = self._pass(held, start, end.end(), passed)
         self._held = held[start:]
         # An end may be cut in two.
@@ -134,9 +151,14 @@ class UsageStripper:
         return end
 
 
+def event_data(event: bytes) -> bytes:
+    """What an event says: its lines of data, joined; empty for comments."""
+    return b"\n".join(_DATA.findall(event))
+
+
 def _brings_usage_alone(event: bytes) -> bool:
     try:
-        document = orjson.loads(b"\n".join(_DATA.findall(event)))
+        document = orjson.loads(event_data(event))
     except orjson.JSONDecodeError:
         return False
     return isinstance(document, dict) and document.get("choices") == [] and isinstance(document.get("usage"), dict)

@@ -65,10 +65,23 @@ def test_the_last_usage_counts() -> None:
 
 
 def test_an_object_cut_into_two_chunks() -> None:
-    body = json.dumps({"usage": WITH_DETAILS}).encode()
-    start = body.index(b'"usage"') + len(b'"usage": {')
-    for cut in range(start, len(body) - 1):
+    """Wherever: within its key as well."""
+    body = json.dumps({"choices": [], "usage": WITH_DETAILS}).encode()
+    for cut in range(1, len(body)):
         assert read_usage(chunk(body[:cut]) + chunk(body[cut:])) == Usage(12, 3, 8), cut
+        assert read_usage(chunk(b"data: " + body[:cut]) + chunk(body[cut:] + b"\n\n") + DONE) == Usage(12, 3, 8), cut
+
+
+@pytest.mark.parametrize("line", [b"\ndata: ", b"\r\ndata:", b"\rdata: "])
+def test_an_object_in_two_lines_of_data(line: bytes) -> None:
+    body = event({"choices": [], "usage": WITH_DETAILS}).replace(b', "completion', line + b', "completion')
+    assert read_usage(body + DONE) == read_usage(chunk(body) + chunk(DONE)) == Usage(12, 3, 8)
+
+
+@pytest.mark.parametrize("prefix", [b"data:", b"data:  ", b"event: message\nid: 4\nretry: 100\ndata: "])
+def test_lines_of_other_spellings(prefix: bytes) -> None:
+    body = prefix + json.dumps({"choices": [], "usage": USAGE}).encode() + b"\n\n"
+    assert read_usage(chunk(b": before\n\n" + body) + chunk(b": after\n\n")) == Usage(12, 3, None)
 
 
 @pytest.mark.parametrize(

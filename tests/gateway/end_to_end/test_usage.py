@@ -57,10 +57,11 @@ def test_a_client_that_asked_gets_it(asking: Stack) -> None:
     assert last["usage"]["completion_tokens"] == 4
 
 
-def test_whole_answers_are_not_asked(asking: Stack) -> None:
+@pytest.mark.parametrize("stream", [{}, {"stream": False}, {"stream": None}])
+def test_whole_answers_are_not_asked(asking: Stack, stream: dict[str, Any]) -> None:
     """An engine refuses stream options of what is no stream."""
     _, gateway = asking
-    echoed = gateway.post(chat("hi"), {"x-simulate": '{"echo": true}'}).json()
+    echoed = gateway.post(chat("hi", **stream), {"x-simulate": '{"echo": true}'}).json()
     assert b"stream_options" not in base64.b64decode(echoed["body_base64"])
 
 
