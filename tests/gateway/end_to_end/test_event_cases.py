@@ -1,11 +1,9 @@
 """Faults of event streams that operators have reported: each by its kind, on a live gateway.
 
-The table names every case of events, parity and life cycles by what goes wrong, and the tests that hold it: of the
-decoder and the naming of blocks, of the index, of the intake, and here, where a scripted worker says it over real
-sockets and the gateway's own explanation of a request tells what it has made of it.
+A scripted worker says it over real sockets, and the gateway's own explanation of a request tells what it has made of
+it. Which case is held where is in `tests/cases/table.py`.
 """
 
-import re
 import struct
 import time
 from collections.abc import Iterator, Sequence
@@ -15,193 +13,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from policies import POLICIES
-from tests.gateway.end_to_end.processes import REPOSITORY, Gateway, candidate, eventually
+from tests.gateway.end_to_end.processes import Gateway, candidate, eventually
 from tests.gateway.end_to_end.scripted import MODEL, ScriptedWorker, Stream
 
 BLOCK = 16
-
-
-class Kind(NamedTuple):
-    what: str
-    tests: Sequence[str]
-    """`file::test`, files below tests/."""
-
-
-HERE = "gateway/end_to_end/test_event_cases.py"
-REKEY, EVENTS = "cachecore/test_rekey.py", "cachecore/test_events.py"
-SEQUENCE, INTAKE = "gateway/fleet/test_sequence.py", "gateway/fleet/test_intake.py"
-INDEX = "cachecore/index/test_memory.py"
-END = "gateway/end_to_end"
-
-CASES = {
-    62: Kind(
-        "a route whose prompts are not read",
-        [f"{END}/test_openai_client.py::test_text_and_its_token_ids_are_one_prompt"],
-    ),
-    64: Kind(
-        "a policy that is handed no prompt",
-        [f"{END}/test_operations.py::test_an_explanation_sends_nothing_and_comes_true"],
-    ),
-    65: Kind(
-        "names by text instead of tokens",
-        [f"{END}/test_placement.py::test_forty_conversations_are_spread_and_miss_hardly_a_cached_token"],
-    ),
-    67: Kind(
-        "blocks that are not chained",
-        [
-            f"{REKEY}::test_blocks_are_matched_from_the_beginning_only",
-            f"{HERE}::test_a_block_counts_behind_its_own_prefix_only",
-        ],
-    ),
-    68: Kind(
-        "placeholders of different images",
-        [
-            f"{REKEY}::test_images_change_names_from_the_block_they_begin_in",
-            f"{HERE}::test_an_image_divides_from_its_block_on",
-        ],
-    ),
-    70: Kind(
-        "an adapter and a salt of one spelling",
-        [
-            f"{REKEY}::test_salt_and_adapter_of_one_spelling_differ",
-            f"{HERE}::test_adapter_salt_and_neither_are_three_scopes",
-        ],
-    ),
-    71: Kind(
-        "salts that events do not carry on",
-        [
-            f"{REKEY}::test_children_inherit_salt_and_adapter_from_the_root",
-            f"{HERE}::test_adapter_salt_and_neither_are_three_scopes",
-        ],
-    ),
-    73: Kind(
-        "block sizes that differ",
-        [
-            f"{REKEY}::test_larger_engine_blocks_stand_for_several_of_ours",
-            f"{HERE}::test_engine_blocks_of_any_ratio",
-            f"{HERE}::test_sizes_that_do_not_divide_cost_the_trust",
-        ],
-    ),
-    74: Kind("prompts shorter than a block", [f"{HERE}::test_prompts_shorter_than_a_block_are_spread"]),
-    76: Kind(
-        "preconditions that fail in silence", ["gateway/fleet/engines/test_sglang.py::test_what_it_was_started_without"]
-    ),
-    77: Kind(
-        "ranks behind one address",
-        [f"{INTAKE}::test_another_rank_s_events_are_not_credited", f"{HERE}::test_each_rank_has_its_own_blocks"],
-    ),
-    79: Kind(
-        "one parent for all blocks of a store",
-        [f"{REKEY}::test_each_block_s_parent_is_its_predecessor", f"{HERE}::test_each_block_follows_the_one_before"],
-    ),
-    80: Kind(
-        "a removal of one of two copies",
-        [f"{REKEY}::test_a_block_is_held_until_its_last_copy_is_removed", f"{HERE}::test_copies_are_counted_by_tier"],
-    ),
-    82: Kind(
-        "a store that contains its own parent",
-        [
-            f"{REKEY}::test_what_contradicts_itself_costs_itself_only",
-            f"{HERE}::test_what_contradicts_itself_costs_itself_only",
-        ],
-    ),
-    83: Kind(
-        "gaps that nobody sees",
-        [
-            f"{SEQUENCE}::test_a_gap_is_filled_by_replay",
-            f"{SEQUENCE}::test_a_gap_that_nobody_fills_voids_the_holder",
-            f"{HERE}::test_a_gap_that_nobody_fills_costs_what_was_known",
-        ],
-    ),
-    85: Kind(
-        "a replay that comes after live events",
-        [
-            f"{INTAKE}::test_live_events_wait_for_a_delayed_replay",
-            f"{HERE}::test_a_late_replay_raises_nothing_from_the_dead",
-        ],
-    ),
-    86: Kind(
-        "recovery that never ends",
-        [
-            f"{SEQUENCE}::test_live_copies_of_what_a_replay_brought_are_no_restart",
-            f"{HERE}::test_one_gap_is_one_recovery",
-        ],
-    ),
-    88: Kind(
-        "a cache that was emptied",
-        [
-            f"{REKEY}::test_clearing_drops_everything_of_this_rank",
-            f"{HERE}::test_each_rank_has_its_own_blocks",
-            f"{HERE}::test_a_cache_emptied_without_a_word_costs_the_trust",
-        ],
-    ),
-    89: Kind(
-        "a partial block that is promoted, and said again",
-        [
-            f"{REKEY}::test_a_partial_block_s_life_is_tolerated",
-            f"{HERE}::test_what_contradicts_itself_costs_itself_only",
-        ],
-    ),
-    91: Kind(
-        "tokens and hashes that do not fit",
-        [
-            f"{REKEY}::test_what_contradicts_itself_costs_itself_only",
-            f"{HERE}::test_what_contradicts_itself_costs_itself_only",
-        ],
-    ),
-    92: Kind(
-        "blocks of size 0",
-        [
-            f"{EVENTS}::test_a_bad_or_unknown_event_costs_itself_only",
-            f"{HERE}::test_what_contradicts_itself_costs_itself_only",
-        ],
-    ),
-    94: Kind(
-        "a parent that was never seen",
-        [
-            f"{REKEY}::test_a_store_whose_parent_is_unknown_waits_and_is_never_a_root",
-            f"{HERE}::test_a_parent_that_comes_later",
-        ],
-    ),
-    95: Kind("a restart with a million blocks", ["bench/bench_shared_start.py::main"]),
-    97: Kind(
-        "a new process at an old address",
-        [
-            f"{END}/test_failures.py::test_a_worker_that_restarts_between_two_probes_is_found_out",
-            f"{HERE}::test_a_publisher_that_starts_over",
-        ],
-    ),
-    98: Kind(
-        "an old address under a new registration",
-        [f"{END}/test_operations.py::test_a_worker_is_added_under_a_name_of_its_own_and_replaced"],
-    ),
-    100: Kind(
-        "a policy without its optional key",
-        [
-            f"{END}/test_policies.py::test_a_session_stays_where_it_is",
-            f"{HERE}::test_every_policy_does_without_its_options",
-        ],
-    ),
-    101: Kind("a client's mistakes held against the worker", [f"{HERE}::test_a_clients_mistakes_are_not_the_workers"]),
-    103: Kind("two models in one index", [f"{HERE}::test_two_models_share_nothing"]),
-    104: Kind("state made anew for each request", [f"{END}/test_policies.py::test_prefix_aware_needs_no_events"]),
-    122: Kind("an index without bounds", [f"{INDEX}::test_a_bound_shortens_the_least_recently_matched"]),
-    124: Kind("runs that are split and never joined", [f"{INDEX}::test_branching_again_and_again_leaves_no_fragments"]),
-    125: Kind(
-        "what removed workers leave behind", [f"{END}/test_operations.py::test_workers_come_and_go_while_requests_flow"]
-    ),
-}
-
-
-@pytest.mark.parametrize("number", CASES)
-def test_the_tests_of_a_case_are_there(number: int) -> None:
-    for name in CASES[number].tests:
-        path, _, test = name.partition("::")
-        found = re.search(rf"^(?:    )?(?:async )?def {test}\b", (REPOSITORY / "tests" / path).read_text(), re.M)
-        assert found, f"case {number}: there is no {name}"
-
-
-# ---- a live gateway --------------------------------------------------------------------------------------------------
 
 
 class Bench(NamedTuple):

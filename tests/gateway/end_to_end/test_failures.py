@@ -1,5 +1,6 @@
 """Workers that are not there, die, come back, or break off: what a client sees of it."""
 
+import asyncio
 import json
 import signal
 import time
@@ -238,6 +239,30 @@ def test_a_client_that_leaves_is_gone_at_the_worker_too(slow: tuple[Fleet, Gatew
     gateway.wait_idle()
     assert gateway.worker(worker)["waiting"] == 0
     assert gateway.worker(worker)["inflight_tokens"] == 0
+
+
+async def test_impatient_clients_have_one_request_each_at_the_worker(slow: tuple[Fleet, Gateway]) -> None:
+    """Each gives up after a while and asks again; by the worker's own log no request outlives its client's patience."""
+    fleet, gateway = slow
+    clients, tries, patience_seconds = 8, 3, 0.4
+    before = len(fleet.requests(fleet.names[0]))
+
+    async def ask(http: httpx.AsyncClient, number: int) -> None:
+        for attempt in range(tries):
+            body = chat(f"{number} asks for the {attempt}th time", max_tokens=3000, stream=number % 2 == 0)
+            with pytest.raises((httpx.ReadTimeout, TimeoutError)):
+                async with asyncio.timeout(patience_seconds):
+                    await http.post("/v1/chat/completions", json=body)
+
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=30, trust_env=False) as http:
+        await asyncio.gather(*(ask(http, number) for number in range(clients)))
+    log = fleet.requests(fleet.names[0])[before:]
+    assert len(log) <= clients * tries
+    eventually(lambda: not fleet.sample(fleet.names[0], "vllm:num_requests_running"), "the engine stops computing")
+    gateway.wait_idle()
+    for request in fleet.requests(fleet.names[0])[before:]:
+        assert request["finished_at"] is None
+        assert request["disconnected_at"] - request["arrived_at"] < patience_seconds + 1.0
 
 
 def test_accounts_return_to_zero_after_a_burst(slow: tuple[Fleet, Gateway]) -> None:
