@@ -283,7 +283,8 @@ class _Sources:
         if record is None or ability is None or not isinstance(holder, Worker) or record.name == self._target.name:
             return False
         comparable = ability.compatibility == self.ability.compatibility and record.block_size_tokens == self._block
-        reachable = bool(ability.addresses) and ability.holder.rank == holder.rank and self._codec(ability) is not None
+        serves = bool(ability.addresses) and ability.holder.rank == holder.rank and self._codec(ability) is not None
+        reachable = serves and self.ability.reaches(ability.addresses)
         paused = self._transfers.accounts.paused(record.name, self._target.name, self._now)
         return record.vouches_for(holder) and comparable and reachable and not paused
 

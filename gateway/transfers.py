@@ -11,6 +11,7 @@ import logging
 import re
 import time
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from math import inf
 from typing import Any, NamedTuple
 
 import orjson
@@ -182,6 +183,15 @@ class Transfers:
         codecs = self.codecs(pool.model, request.tenant.id, accepted, now)
         offers = _Offers(self, match, pools, block, cap, accepted, codecs, now)
         return Pulls(prompt_tokens, min(deepest, cap) * block, offers, self.settings.bounds)
+
+    def pull_seconds(self, request: Request, pool: ModelPool, now: float, tokens: int) -> float:
+        """What it takes to pull so many tokens from one worker of the pool to another, over a usual link."""
+        ability = next((worker.transfer for worker in pool.workers if worker.transfer is not None), None)
+        if ability is None:
+            return inf
+        codecs = self.codecs(pool.model, request.tenant.id, self.accepted(request, pool, now), now)
+        wire = self.bytes_per_token(ability, codecs[0] if codecs else RAW)
+        return self._estimates.link("", "").transfer_seconds(round(tokens * wire))
 
     def promised(
         self, promise: Promise, source: WorkerRecord, source_rank: int, now: float
@@ -401,6 +411,8 @@ class _Offers:
                 common &= _AS_IT_IS  # nothing is quantized twice
             codec = self._codec(common)
             if source.name == target.name or codec is None or self._paused(source, target):
+                continue
+            if not ability.reaches(source.addresses):
                 continue
             delivered = fidelity if codec == RAW else max(fidelity, Fidelity.QUANTIZED)
             wire = self._transfers.bytes_per_token(ability, codec)

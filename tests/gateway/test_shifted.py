@@ -283,6 +283,8 @@ def spoil(gateway, name):
             record.discovery.transfer = replace(record.transfer, compatibility="other")
         case "serves nothing":
             record.discovery.transfer = replace(record.transfer, addresses=())
+        case "speaks TLS":
+            record.discovery.transfer = replace(record.transfer, addresses=("tcp+tls://10.0.0.1:7100",))
         case "moves nothing":
             record.discovery.transfer = None
         case "restarted":
@@ -310,6 +312,7 @@ def own_of(gateway):
     [
         "other class",
         "serves nothing",
+        "speaks TLS",
         "moves nothing",
         "restarted",
         "unhealthy",

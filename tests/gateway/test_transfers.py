@@ -170,11 +170,21 @@ class TestWhoCanGive:
     @pytest.mark.parametrize(
         "ability",
         [{"compatibility": "c2" * 16}, {"codecs": frozenset({"lm3h"})}, {"addresses": ()},
-         {"holder": Worker(WorkerName("a"), Epoch(7), 1)}],
+         {"addresses": ("tcp+tls://10.0.0.0:7100",)}, {"holder": Worker(WorkerName("a"), Epoch(7), 1)}],
     )  # fmt: skip
     def test_nobody_who_cannot(self, fleet: Fleet, ability: dict[str, Any]) -> None:
         fleet.change("a", **ability)
         assert fleet.option({"a": BLOCKS}) is None
+
+    def test_over_a_transport_of_both(self, fleet: Fleet) -> None:
+        """TLS is one: who has it exchanges nothing with who has not."""
+        safe = "tcp+tls://10.0.0.0:7100"
+        fleet.change("b", addresses=("nixl://10.0.0.1:7101", safe))
+        assert fleet.option({"a": BLOCKS}) is None
+        fleet.change("a", addresses=(safe,))
+        assert fleet.option({"a": BLOCKS}) is not None
+        fleet.change("b", addresses=())  # it only pulls, and does not say over what
+        assert fleet.option({"a": BLOCKS}) is not None
 
     def test_names_must_mean_the_same(self, fleet: Fleet) -> None:
         for name in "ab":

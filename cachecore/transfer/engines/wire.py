@@ -1,7 +1,6 @@
 """A wire over an engine. `TcpServer` and `TcpTransport` speak over it as ever; long sends travel by the engine."""
 
 import socket
-import ssl
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,7 +8,8 @@ from cachecore.scope import Keyring
 from cachecore.transfer.engines.channel import PullingChannel, ServingChannel, introduce
 from cachecore.transfer.engines.contract import Engine
 from cachecore.transfer.engines.memory import Landings, Slots
-from cachecore.transfer.tcp.channel import Channel, TcpWire
+from cachecore.transfer.tcp.channel import Channel, TcpWire, scheme_of
+from cachecore.transfer.tcp.tls import Tls
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +35,18 @@ class EngineWire:
         keyring: Keyring,
         settings: EngineSettings | None = None,
         *,
-        tls: ssl.SSLContext | None = None,
+        tls: Tls | None = None,
     ) -> None:
         """`tls` secures the connection beside the engine, not what the engine moves."""
         self.engine = engine
         self.settings = settings or EngineSettings()
         self._keyring = keyring
+        self._tls = tls
         self._beside = TcpWire(tls)
 
     @property
     def scheme(self) -> str:
-        return self.engine.scheme
+        return scheme_of(self.engine.scheme, self._tls)
 
     async def connect(self, host: str, port: int) -> Channel:
         inner = await self._beside.connect(host, port)

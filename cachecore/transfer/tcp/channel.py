@@ -11,12 +11,12 @@ import asyncio
 import contextlib
 import select
 import socket
-import ssl
 from collections.abc import Sequence
 from typing import Protocol
 
 from cachecore.transfer.errors import Reason, WireError
 from cachecore.transfer.frames import HEAD_BYTES_MAX, PIECE_BYTES, Buffer
+from cachecore.transfer.tcp.tls import SUFFIX, Tls
 
 YIELD_BYTES = 2 << 20
 _ENDED = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR | select.POLLNVAL
@@ -190,16 +190,25 @@ class TlsChannel:
         self._writer.transport.abort()
 
 
-class TcpWire:
-    scheme = "tcp"
+def scheme_of(transport: str, tls: Tls | None) -> str:
+    """What addresses of a transport begin with."""
+    return transport if tls is None else transport + SUFFIX
 
-    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
-        """`tls` of a client or of a server, by what the wire is for."""
+
+class TcpWire:
+    def __init__(self, tls: Tls | None = None) -> None:
         self._tls = tls
 
+    @property
+    def scheme(self) -> str:
+        return scheme_of("tcp", self._tls)
+
     async def connect(self, host: str, port: int) -> Channel:
-        if self._tls is not None:
-            return TlsChannel(*await asyncio.open_connection(host, port, ssl=self._tls, limit=YIELD_BYTES))
+        if (tls := self._tls) is not None:
+            name = tls.expected_name(host)
+            return TlsChannel(
+                *await asyncio.open_connection(host, port, ssl=tls.pulling, server_hostname=name, limit=YIELD_BYTES)
+            )
         loop = asyncio.get_running_loop()
         error: OSError = OSError(f"{host} has no address")
         for family, kind, protocol, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
@@ -222,5 +231,5 @@ class TcpWire:
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(limit=YIELD_BYTES, loop=loop)
         protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
-        transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection, ssl=self._tls)
+        transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection, ssl=self._tls.serving)
         return TlsChannel(reader, asyncio.StreamWriter(transport, protocol, reader, loop))

@@ -9,7 +9,6 @@ are still under way on them.
 import asyncio
 import contextlib
 import re
-import ssl
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
@@ -30,6 +29,7 @@ from cachecore.transfer.tcp.messages import (
     challenge_of,
 )
 from cachecore.transfer.tcp.patience import Patience
+from cachecore.transfer.tcp.tls import Tls
 from cachecore.transfer.transport import Expectation, Failed, Fetched, Outcome, Refused, Sink, Wanted
 
 _ADDRESS = re.compile(r"([a-z0-9+]+)://(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9._-]+)):(\d{1,5})")
@@ -65,7 +65,7 @@ class TcpTransport:
         keyring: Keyring,
         settings: ClientSettings | None = None,
         *,
-        tls: ssl.SSLContext | None = None,
+        tls: Tls | None = None,
         wires: Sequence[Wire] = (),
         allocate: Allocate | None = None,
     ) -> None:
@@ -74,6 +74,11 @@ class TcpTransport:
         self.allocate = allocate or RecycledMemory()
         self.settings = settings or ClientSettings()
         self.links = _Links(self.settings, (TcpWire(tls), *wires))
+
+    @property
+    def schemes(self) -> Sequence[str]:
+        """Of the addresses that it can pull from."""
+        return tuple(self.links.wires)
 
     async def fetch(self, pull: Pull, expectation: Expectation, sink: Sink, deadline: float) -> Outcome:
         loop = asyncio.get_running_loop()
@@ -233,7 +238,7 @@ class _Links:
 
     def __init__(self, settings: ClientSettings, wires: Sequence[Wire]) -> None:
         self._settings = settings
-        self._wires = {wire.scheme: wire for wire in wires}
+        self.wires = {wire.scheme: wire for wire in wires}
         self._idle: dict[str, list[_Link]] = {}
         self._closed = False
 
@@ -300,10 +305,10 @@ class _Links:
     async def _dial(self, address: str) -> _Link:
         """Raises OSError, WireError, UnicodeError."""
         parts = _ADDRESS.fullmatch(address)
-        if parts is None or parts[1] not in self._wires or int(parts[4]) > 0xFFFF:
+        if parts is None or parts[1] not in self.wires or int(parts[4]) > 0xFFFF:
             raise WireError("not an address of this transport", Reason.UNREACHABLE)
         scheme, six, name, port = parts.groups()
-        channel = await self._wires[scheme].connect(six or name, int(port))
+        channel = await self.wires[scheme].connect(six or name, int(port))
         try:
             head = await receive_exactly(channel, MESSAGE_HEAD.size)
             MessageHead.decode(head, Kind.GREETING)

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import secrets
 import socket
-import ssl
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -31,6 +30,7 @@ from cachecore.transfer.tcp.messages import (
     challenge_of,
 )
 from cachecore.transfer.tcp.patience import Patience
+from cachecore.transfer.tcp.tls import Tls, is_address
 from cachecore.transfer.transport import Draft, Request, Sealed, Source
 
 logger = logging.getLogger("ropeway.transfer")
@@ -76,7 +76,7 @@ class TcpServer:
         keyring: Keyring,
         settings: ServerSettings | None = None,
         *,
-        tls: ssl.SSLContext | None = None,
+        tls: Tls | None = None,
         wire: Wire | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -95,10 +95,12 @@ class TcpServer:
 
     @property
     def address(self) -> str:
-        """As a plan names it."""
+        """As a plan names it: by a name rather than a number where it listens under one, as certificates do."""
         if self._listener is None:
             raise RuntimeError("not started")
         host, port = self._listener.getsockname()[:2]
+        if self.settings.host and not is_address(self.settings.host):
+            host = self.settings.host
         return f"{self._wire.scheme}://[{host}]:{port}" if ":" in host else f"{self._wire.scheme}://{host}:{port}"
 
     async def start(self) -> None:

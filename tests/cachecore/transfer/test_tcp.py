@@ -2,21 +2,14 @@
 
 import asyncio
 import contextlib
-import datetime
 import socket
-import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
-from ipaddress import ip_address
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import uvloop
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
 from cachecore.scope import KeyId, Keyring
 from cachecore.transfer.errors import Reason
@@ -28,7 +21,6 @@ from cachecore.transfer.tcp.server import ServerSettings, TcpServer
 from cachecore.transfer.transport import Draft, Fetched, Outcome, Request, Transport
 from tests.cachecore.transfer.contract_suite import (
     LONG,
-    LONG_BYTES,
     Carrier,
     MortalCarrier,
     SeparateSuite,
@@ -50,7 +42,6 @@ from tests.cachecore.transfer.world import (
     MemorySource,
     Script,
     ScriptedSource,
-    layer_payload,
     make_plan,
     make_pull,
 )
@@ -296,62 +287,3 @@ async def test_the_second_address_is_tried() -> None:
     async with serving(MemorySource()) as server:
         addresses = ("tcp://127.0.0.1:1", "nixl://127.0.0.1:7", server.address)
         assert is_whole(await pull("", plan={"addresses": addresses}))
-
-
-# ---- TLS -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def tls(tmp_path: Path) -> Callable[[bool], ssl.SSLContext]:
-    """Contexts of one deployment, whose members all present the one certificate that all trust."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "ropeway")])
-    now = datetime.datetime.now(datetime.UTC)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(1)
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    pem = tmp_path / "deployment.pem"
-    pem.write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-        + certificate.public_bytes(serialization.Encoding.PEM)
-    )
-
-    def context(is_server: bool) -> ssl.SSLContext:
-        made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
-        made.load_cert_chain(pem)
-        made.load_verify_locations(pem)
-        made.verify_mode = ssl.CERT_REQUIRED
-        return made
-
-    return context
-
-
-async def test_a_run_arrives_over_tls(tls: Callable[[bool], ssl.SSLContext]) -> None:
-    sink = ListSink()
-    async with serving(LONG.source(), tls=tls(True)) as server:
-        transport = TcpTransport(KEYRING, replace(PATIENT, streams=2), tls=tls(False))
-        for _ in range(2):
-            sink.frames.clear()
-            deadline = asyncio.get_running_loop().time() + 20
-            outcome = await transport.fetch(make_pull(make_plan(server.address)), EXPECTATION, sink, deadline)
-            assert isinstance(outcome, Fetched), outcome
-        transport.close()
-    assert sink.layers == {layer: layer_payload(layer, LONG_BYTES) for layer in range(LAYERS)}
-
-
-async def test_without_the_certificate_there_is_no_connection(tls: Callable[[bool], ssl.SSLContext]) -> None:
-    async with serving(MemorySource(), tls=tls(True)) as server:
-        stranger = TcpTransport(KEYRING, PATIENT, tls=ssl.create_default_context())
-        deadline = asyncio.get_running_loop().time() + 30
-        for transport in (stranger, TcpTransport(KEYRING, ClientSettings(connect_seconds=0.3))):
-            outcome = await transport.fetch(make_pull(make_plan(server.address)), EXPECTATION, ListSink(), deadline)
-            assert getattr(outcome, "reason", None) is Reason.UNREACHABLE
