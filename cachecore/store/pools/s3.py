@@ -19,6 +19,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from cachecore.scope import TenantId
@@ -39,7 +40,7 @@ from cachecore.store.pools.shelf import (
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
-    from obstore.store import S3Store
+    from obstore.store import ClientConfig, S3Store
 
 T = TypeVar("T")
 
@@ -64,10 +65,12 @@ class Bucket:
     name: str
     prefix: str = ""
     endpoint: str = ""
-    """http://host:port of a store other than Amazon's."""
+    """https://host:port of a store other than Amazon's, or http:// without TLS."""
     region: str = ""
     access_key_id: str = ""
     secret_access_key: str = field(default="", repr=False)
+    ca: str = ""
+    """A file in PEM, by which the store's certificate is believed as well as by what the system trusts."""
 
     def connect(self, budget_seconds: float) -> "S3Store":
         """Raises StoreError when obstore is not installed, or the settings make no sense to it."""
@@ -81,17 +84,27 @@ class Bucket:
             "access_key_id": self.access_key_id,
             "secret_access_key": self.secret_access_key,
         }
-        budget = timedelta(seconds=budget_seconds)
+        options = self._client_options(budget := timedelta(seconds=budget_seconds))
         try:
             return S3Store(
                 self.name,
                 prefix=self.prefix or None,
-                client_options={"allow_http": self.endpoint.startswith("http://"), "connect_timeout": budget},
+                client_options=options,
                 retry_config={"max_retries": 2, "retry_timeout": budget},
                 **{key: value for key, value in given.items() if value},  # type: ignore[arg-type]
             )
         except Exception as error:  # obstore's own hierarchy is as large as its list of settings
             raise StoreError(f"bucket {self.name}: {_reason(error)}") from None
+
+    def _client_options(self, budget: timedelta) -> "ClientConfig":
+        """Raises StoreError."""
+        options: ClientConfig = {"allow_http": self.endpoint.startswith("http://"), "connect_timeout": budget}
+        if self.ca:
+            try:
+                options["root_certificate"] = Path(self.ca).read_bytes()
+            except OSError as error:
+                raise StoreError(f"bucket {self.name}: cannot read {self.ca}: {error.strerror}") from None
+        return options
 
 
 class BucketPool(ShelfPool):

@@ -12,17 +12,20 @@ import obstore
 from obstore.store import S3Store
 
 from cachecore.store.pools import Bucket
-from tests.cachecore.store.servers import free_port, wait_until
+from tests.cachecore.store.servers import Certificates, free_port, wait_until
 
 BUCKET = "ropeway-pool"
 CREDENTIALS = {"access_key_id": "test", "secret_access_key": "test", "region": "us-east-1"}
 
 
 class S3Server:
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, certificates: Certificates | None = None) -> None:
         self.port = free_port()
+        self.certificates = certificates
         self.log = directory / "moto.log"
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+        if certificates is not None:
+            command += ["-c", str(certificates.cert), "-k", str(certificates.key)]
         # In memory: moto's own spooling to disk would be measured with it.
         environment = {
             **os.environ,
@@ -34,7 +37,7 @@ class S3Server:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http{'s' if self.certificates else ''}://127.0.0.1:{self.port}"
 
     def ready(self) -> bool:
         if self.process.poll() is not None:
@@ -73,6 +76,7 @@ class S3Server:
             aws_access_key_id="test",
             aws_secret_access_key="test",
             region_name="us-east-1",
+            verify=str(self.certificates.ca) if self.certificates else None,
         )
         client.create_bucket(Bucket=BUCKET)
         client.close()
@@ -80,8 +84,8 @@ class S3Server:
 
 
 @contextlib.contextmanager
-def start_s3(directory: Path) -> Iterator[S3Server]:
-    server = S3Server(directory)
+def start_s3(directory: Path, certificates: Certificates | None = None) -> Iterator[S3Server]:
+    server = S3Server(directory, certificates)
     try:
         wait_until(server.ready, 60.0, "start of moto's server")
         yield server

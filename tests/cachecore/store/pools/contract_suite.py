@@ -30,6 +30,8 @@ from cachecore.store.pools import (
     front,
     hckv,
 )
+from cachecore.transfer.frames import open_frame
+from tests.cachecore.store.pools.means import KEYRING, NAME, SHAPE, contexts, sealed
 from tests.cachecore.store.pools.runs import ANN, BOB, Ear, content, make_frames, make_run, payload
 
 ROOMY = PoolBounds(bytes_max=64 << 20)
@@ -123,6 +125,22 @@ class PoolBehaviour:
         await writer.close()
         assert await holds(reader, run)
         assert reader.holder == writer.holder
+
+    async def test_a_mean_is_kept_like_a_run_and_grows(self, lab: Lab) -> None:
+        writer, reader = await lab.open(), await lab.open()
+        key = SHAPE.key(NAME)
+        for number in (2, 3):
+            of = contexts(number)
+            assert await writer.evict(key) is (number > 2)
+            assert await writer.put(SHAPE.run(NAME, of), [sealed(of)]) == Accepted(new=True)
+            for pool in (writer, reader):
+                answer = await pool.get(key)
+                assert isinstance(answer, Found)
+                frame = open_frame(content(answer.frames[0]), KEYRING.frame_key)
+                assert SHAPE.contexts_of(frame.header, NAME) == of
+                assert bytes(frame.payload) == content(sealed(of))[-16 - frame.header.payload_bytes : -16]
+        await writer.close()
+        assert await (await lab.open()).contains(key)
 
     async def test_large_frames_in_unlike_pieces(self, lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
         """Over the sizes in which stores and readers cut."""

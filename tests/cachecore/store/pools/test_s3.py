@@ -5,6 +5,7 @@ import dataclasses
 import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from cachecore.store.pools import (
 from tests.cachecore.store.pools.buckets import S3Server, contents, start_s3
 from tests.cachecore.store.pools.contract_suite import ROOMY, PoolBehaviour
 from tests.cachecore.store.pools.runs import content, make_frames, make_run, payload
+from tests.cachecore.store.servers import make_certificates
 
 
 class BucketLab:
@@ -185,6 +187,20 @@ async def test_a_bucket_that_is_not_there_is_away(s3_server: S3Server, change: d
     assert reason in outcome.detail
     assert "secret" not in repr(bucket)
     await pool.close()
+
+
+async def test_a_bucket_behind_tls_of_ones_own(tmp_path: Path) -> None:
+    certificates = make_certificates(tmp_path / "certificates")
+    with start_s3(tmp_path, certificates) as server:
+        for bucket, is_there in (
+            (dataclasses.replace(server.bucket("x"), ca=str(certificates.ca)), True),
+            (server.bucket("x"), False),
+        ):
+            pool = BucketPool("pool", bucket, ROOMY, budget_seconds=10.0 if is_there else 1.0)
+            await pool.start()
+            outcome = await put(pool, make_run(1))
+            assert isinstance(outcome, Accepted) is is_there, outcome
+            await pool.close()
 
 
 def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
