@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
 from cachecore.store import RedisStore, StoreError, parse_address
-from cachecore.store.pools import Bucket, BucketPool, DirectoryPool, KvPool, PoolBounds, RedisPool
+from cachecore.store.pools import Announcement, Bucket, BucketPool, DirectoryPool, KvPool, PoolBounds, RedisPool
 from cachecore.store.pools.contract import BLOCKS_MAX, LONG_RUN_TIMES
 from cachecore.store.pools.journal import Journal, RunDocument, encode_item
+from cachecore.store.pools.means import is_mean, tells_of_mean
 
 T = TypeVar("T")
 
@@ -26,7 +27,7 @@ _FORM = "NAME=dir:/path, NAME=redis://host:port or NAME=s3://bucket/prefix"
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,3})?)(|KiB|MiB|GiB|TiB)")
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_BUCKET_KEYS = ("endpoint", "region")
+_BUCKET_KEYS = ("ca", "endpoint", "region")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,8 @@ class PoolSettings:
     run_blocks: int = RUN_BLOCKS
     codec: str = ""
     """In which KV is stored; the model's wire codec when empty."""
+    means: bool = False
+    """Whether they keep means of text that prompts share (`cachecore.store.pools.means`)."""
 
     def __post_init__(self) -> None:
         most = BLOCKS_MAX // LONG_RUN_TIMES
@@ -53,6 +56,11 @@ def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--pool-codec", default="", metavar="CODEC", help="default: i8 where the model allows it")
     group.add_argument(
         "--pool-run-blocks", type=int, default=RUN_BLOCKS, metavar="N", help=f"in short runs (default: {RUN_BLOCKS})"
+    )
+    group.add_argument(
+        "--pool-means",
+        action="store_true",
+        help="keep the mean KV of text that several prompts share, and repair passages from it",
     )
     group.add_argument(
         "--pool-bytes-max", type=_bytes, default=BYTES_MAX, metavar="SIZE", help="of each pool (default: 10GiB)"
@@ -76,7 +84,7 @@ def pools_of(args: argparse.Namespace) -> "OpenPools | None":
         tenant_bytes_max=args.pool_tenant_bytes_max,
         idle_seconds_max=args.pool_idle_hours * 3600.0,
     )
-    return OpenPools(args.pool, PoolSettings(bounds, args.pool_run_blocks, args.pool_codec))
+    return OpenPools(args.pool, PoolSettings(bounds, args.pool_run_blocks, args.pool_codec, args.pool_means))
 
 
 def _bytes(text: str) -> int:
@@ -161,18 +169,22 @@ class OpenPools:
             if pool.holder is not None
         ]
 
+    def _announce(self, announcement: Announcement) -> None:
+        if not tells_of_mean(announcement):
+            self.journal(announcement)
+
     def _opened(self, name: str, where: str) -> KvPool:
         """Raises ValueError, StoreError."""
         bounds = self.settings.bounds
         scheme = where.partition(":")[0]
         if scheme == "dir":
-            return DirectoryPool(name, _directory(where), bounds, self.journal)
+            return DirectoryPool(name, _directory(where), bounds, self._announce)
         if scheme == "s3":
-            return BucketPool(name, _bucket(where), bounds, self.journal)
+            return BucketPool(name, _bucket(where), bounds, self._announce)
         if scheme in ("unix", *(f"redis{tls}{kind}" for tls in ("", "s") for kind in ("", "+cluster", "+sentinel"))):
             store = RedisStore(parse_address(where))
             self._stores.append(store)
-            return RedisPool(name, store, bounds, self.journal)
+            return RedisPool(name, store, bounds, self._announce)
         raise ValueError(f"a pool is written {_FORM}")
 
 
@@ -181,6 +193,8 @@ async def list_runs(pool: KvPool) -> AsyncGenerator[bytes, None]:
     holder, held = pool.holder, bytearray()
     if holder is not None:
         async for run in pool.runs():
+            if is_mean(run.key):
+                continue
             held += encode_item(RunDocument.of(holder, run))
             if len(held) > PIECE_BYTES:
                 yield bytes(held)
@@ -197,11 +211,13 @@ def _directory(where: str) -> Path:
 
 
 def _bucket(where: str) -> Bucket:
-    """`s3://bucket/prefix?endpoint=http://host:port&region=...`; credentials come from the environment."""
+    """`s3://bucket/prefix?endpoint=https://host:port&region=...&ca=/path`; credentials come from the environment."""
     parts = urlsplit(where)
     options = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
     if unknown := sorted(options.keys() - set(_BUCKET_KEYS)):
         raise ValueError(f"{unknown[0]} is no option of a bucket; known are {', '.join(_BUCKET_KEYS)}")
     if not parts.hostname or parts.username or parts.port:
         raise ValueError("a bucket is written s3://bucket/prefix, its credentials are in the environment")
+    if "ca" in options and options.get("endpoint", "").startswith("http://"):
+        raise ValueError("ca belongs to TLS: begin the endpoint with https://")
     return Bucket(parts.netloc, parts.path.strip("/"), **options)

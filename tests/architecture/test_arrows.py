@@ -19,7 +19,10 @@ ARROWS = {
 ROOMS = set(ARROWS)
 EXCEPTIONS = {("loadtest", "workers.timing")}
 
-TENSOR_ROOMS = ("cachecore/kv/", "workers/reference/", "workers/vllm/")
+BELOW_THE_ENGINES = {"workers.transfer": {"workers.reference", "workers.simulated", "workers.sglang", "workers.vllm"}}
+"""What engines share knows none of them."""
+
+TENSOR_ROOMS = ("cachecore/kv/", "workers/reference/", "workers/transfer/", "workers/vllm/")
 STORE_ROOMS = ("cachecore/store/", "cachecore/index/")
 CONFINED = {
     "torch": TENSOR_ROOMS,
@@ -54,6 +57,17 @@ def wrong_arrows(house) -> list[str]:
         for found in module.imports()
         if top(found.module) in ROOMS - {module.room} - ARROWS[module.room]
         and not any(module.room == room and is_below(found.module, name) for room, name in EXCEPTIONS)
+    ]
+
+
+def upward(house) -> list[str]:
+    return [
+        f"{module.path}:{found.line} imports {found.module}"
+        for room, engines in BELOW_THE_ENGINES.items()
+        for module in house
+        if is_below(module.name, room)
+        for found in module.imports()
+        if any(is_below(found.module, engine) for engine in engines)
     ]
 
 
@@ -103,25 +117,24 @@ def cycle(house) -> list[str]:
 
 
 def undeclared(house, pyproject: Path) -> list[str]:
-    """Third-party imports that an installation without extras (or with `worker`, for the rooms of torch) would miss."""
+    """Third-party imports that an installation without extras (or with its own, for the rooms of torch and a few files)
+    would miss."""
     project = tomllib.loads(pyproject.read_text())["project"]
     core = _modules(project["dependencies"])
     extras = {name: _modules(listed) for name, listed in project["optional-dependencies"].items()}
-    tensors = core | extras["worker"] | {"vllm"}
-    objects = core | extras.get("s3", set())
+    own = [
+        (TENSOR_ROOMS, extras["worker"] | {"vllm"}),
+        (("workers/sglang/",), {"sglang"}),
+        (("cachecore/store/pools/s3.py",), extras.get("s3", set())),
+        # Which is nothing without gevent.
+        (("loadtest/locustfile.py",), extras.get("loadtest", set()) | {"gevent"}),
+    ]
     return [
         f"{module.path}:{found.line} imports {found.module}"
         for module in house
         for found in module.imports()
-        if top(found.module) not in sys.stdlib_module_names | ROOMS
-        and top(found.module)
-        not in (
-            tensors
-            if module.path.startswith(TENSOR_ROOMS)
-            else objects
-            if module.path == "cachecore/store/pools/s3.py"
-            else core
-        )
+        if top(found.module) not in sys.stdlib_module_names | ROOMS | core
+        and not any(module.path.startswith(paths) and top(found.module) in modules for paths, modules in own)
     ]
 
 
@@ -133,6 +146,11 @@ def _modules(requirements: list[str]) -> set[str]:
 def test_imports_follow_the_arrows(house) -> None:
     assert {module.room for module in house} == ROOMS
     assert wrong_arrows(house) == []
+
+
+def test_what_engines_share_knows_no_engine(house) -> None:
+    assert any(is_below(module.name, "workers.transfer") for module in house)
+    assert upward(house) == []
 
 
 def test_torch_and_stores_stay_in_their_rooms(house) -> None:
@@ -194,6 +212,20 @@ def test_a_wrong_arrow_is_found(build, path: str, source: str) -> None:
 )
 def test_a_right_arrow_is_allowed(build, path: str, source: str) -> None:
     assert wrong_arrows(build({path: source})) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "count"),
+    [
+        ("workers/transfer/a.py", "from workers.reference.config import ModelConfig", 1),
+        ("workers/transfer/a.py", "def late():\n    import workers.vllm.names", 1),
+        ("workers/transfer/inner/a.py", "from ...simulated import cache", 1),
+        ("workers/transfer/a.py", "from workers.engine import Engine\nfrom . import loads", 0),
+        ("workers/vllm/a.py", "from workers.transfer.loads import Load", 0),
+    ],
+)
+def test_an_import_of_an_engine_from_below_is_found(build, path: str, source: str, count: int) -> None:
+    assert len(upward(build({path: source}))) == count
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from gateway.shifted import Passages
 from tests.bench.model_bench import parser_of, write
 from workers.engine import Generation, Sampling
 from workers.reference.engine import EngineOptions, ReferenceEngine
-from workers.reference.transfer.service import TransferOptions
+from workers.transfer.service import TransferOptions
 
 SYSTEM_TOKENS, QUESTION_TOKENS = 40, 38
 SHAPES = ((800, 4, 2.0), (2_000, 8, 3.0))

@@ -32,8 +32,8 @@ from workers.pools import RUN_BLOCKS, OpenPools, PoolSettings
 from workers.reference.config import ModelConfig
 from workers.reference.engine import EngineOptions, ReferenceEngine
 from workers.reference.tiers.pools import PoolTier
-from workers.reference.transfer.service import TransferOptions
 from workers.reference.weights import Weights, load_weights
+from workers.transfer.service import TransferOptions
 
 PROMPT_TOKENS = 1_900
 BLOCK = 16

@@ -30,8 +30,8 @@ from tests.bench.model_bench import parser_of, write
 from workers.engine import Generation, Sampling, StepOutput
 from workers.reference.config import ModelConfig
 from workers.reference.engine import EngineOptions, ReferenceEngine
-from workers.reference.transfer.service import TransferOptions
 from workers.reference.weights import load_weights
+from workers.transfer.service import TransferOptions
 
 PROMPT_TOKENS = 1_900
 OVERLAP_TOKENS, SPLIT = 960, 480

@@ -30,6 +30,7 @@ class Desk(OpenPools):
     """As an engine's tier is one."""
 
     offers: Mapping[str, int] = {"stored": 3}
+    means: Mapping[str, int] = {"used": 4}
     waiting = 2
 
     def describe(self, codec: str = "raw") -> list[dict[str, Any]]:
@@ -51,12 +52,13 @@ def test_pools_of_every_kind_are_made_as_they_are_written(tmp_path: Path) -> Non
             *("--pool-idle-hours", "2"),
             *("--pool-run-blocks", "6"),
             *("--pool-codec", "raw"),
+            "--pool-means",
         )
     )
     assert pools is not None
     kinds = {name: type(pool) for name, pool in pools.pools.items()}
     assert kinds == {"here": DirectoryPool, "there": RedisPool, "far": BucketPool}
-    assert (pools.settings.run_blocks, pools.settings.codec) == (6, "raw")
+    assert (pools.settings.run_blocks, pools.settings.codec, pools.settings.means) == (6, "raw", True)
     bounds = PoolBounds(3 << 29, 500 << 20, idle_seconds_max=7200.0)
     assert [pool.bounds for pool in pools.pools.values()] == [bounds] * 3  # type: ignore[attr-defined]
     assert pools.describe("i8") == []
@@ -73,6 +75,11 @@ def test_pools_of_every_kind_are_made_as_they_are_written(tmp_path: Path) -> Non
         (("--pool", "shared=s3://"), "s3://bucket/prefix"),
         (("--pool", "shared=s3://me:secret@bucket"), "environment"),
         (("--pool", "shared=s3://bucket?secret=x"), "secret is no option"),
+        (("--pool", "shared=s3://bucket?ca=/nowhere/ca.crt"), "cannot read /nowhere/ca.crt: No such file"),
+        (("--pool", f"shared=s3://bucket?ca={__file__}"), "shared=s3"),
+        (("--pool", "shared=s3://bucket?ca=/a&endpoint=http://host:1"), "begin the endpoint with https"),
+        (("--pool", "shared=rediss://host?ca=/nowhere/ca.crt"), "there is no file '/nowhere/ca.crt'"),
+        (("--pool", f"shared=rediss://host?ca={__file__}"), "its certificates cannot be used"),
         (("--pool", "shared=dir:/", "--pool", "shared=dir:/"), "already"),
         (("--pool", "shared=dir:/", "--pool-run-blocks", "0"), "1 to"),
         (("--pool", "shared=dir:/", "--pool-bytes-max", "0"), "positive"),
@@ -158,6 +165,7 @@ async def test_metrics_say_what_a_pool_holds_and_did(tmp_path: Path) -> None:
     await pools.close()
     for line in (
         'ropeway_worker_pool_offers_total{outcome="stored"} 3.0',
+        'ropeway_worker_pool_means_total{done="used"} 4.0',
         "ropeway_worker_pool_waiting 2.0",
         'ropeway_worker_pool_up{pool="shared"} 1.0',
         'ropeway_worker_pool_runs{pool="shared"} 1.0',

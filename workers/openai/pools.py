@@ -59,6 +59,11 @@ class PoolDesk(Protocol):
         ...
 
     @property
+    def means(self) -> Mapping[str, int]:
+        """How often mean KV of texts was `stored`, and `used` in place of a passage's own."""
+        ...
+
+    @property
     def waiting(self) -> int:
         """Runs that are still to be stored."""
         ...
@@ -103,6 +108,10 @@ class PoolCollector(Collector):
         for outcome, count in self._desk.offers.items():
             offers.add_metric((outcome,), count)
         yield offers
+        means = CounterMetricFamily(f"{_PREFIX}_means", "Means of texts, by what was done with them.", labels=("done",))
+        for done, count in self._desk.means.items():
+            means.add_metric((done,), count)
+        yield means
         yield GaugeMetricFamily(f"{_PREFIX}_waiting", "Runs that are still to be stored.", value=self._desk.waiting)
         stats = {name: pool.stats() for name, pool in self._desk.pools.items()}
         for name, text in _GAUGES.items():

@@ -9,13 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cachecore.transfer.tcp.tls import Tls, TlsError
 from workers.pools import OpenPools, add_pool_arguments, pools_of
+from workers.tls import add_tls_arguments, tls_of
 
 if TYPE_CHECKING:
     from cachecore.events import KvEvent
     from workers.publisher import EventPublisher
     from workers.reference.tiers.pools import PoolTier
-    from workers.reference.transfer.service import TransferOptions
+    from workers.transfer.service import TransferOptions
 
 _OPTIONAL_MODULES = frozenset({"torch", "numpy", "safetensors", "gguf"})
 
@@ -78,8 +80,9 @@ def _add_transfer_arguments(group: "argparse._ArgumentGroup") -> None:
         choices=("nixl", "mooncake"),
         default=[],
         help="move KV by this engine as well, between workers that both have it (its extra must be installed; "
-        "mooncake listens on all interfaces)",
+        "mooncake listens on all interfaces; neither encrypts what it moves)",
     )
+    add_tls_arguments(group)
     group.add_argument("--no-transfer", action="store_true", help="neither serve KV to peers nor pull it from them")
     group.add_argument("--name", default="", help="of this worker in plans; default: where it serves KV")
     group.add_argument(
@@ -137,12 +140,17 @@ def guarded(command: Callable[[argparse.Namespace], int], args: argparse.Namespa
         if error.name not in _OPTIONAL_MODULES:
             raise
         print(f"ropeway: error: {error.name} is not installed: pip install 'ropeway[worker]'", file=sys.stderr)
+    except TlsError as error:
+        print(f"ropeway: error: {error}", file=sys.stderr)
+        return 2
     except ValueError as error:  # ModelError, a bad keyring
         print(f"ropeway: error: {error}", file=sys.stderr)
     return 1
 
 
 def _serve(args: argparse.Namespace) -> int:
+    tls = _tls(args)  # before what takes time
+
     import torch
 
     from cachecore.prompts.huggingface import HuggingFaceRenderer
@@ -155,7 +163,7 @@ def _serve(args: argparse.Namespace) -> int:
         torch.set_num_threads(args.threads)
     pools = pools_of(args)
     directory, name = model_directory(args.model)
-    transfer = _transfer_options(args, name)
+    transfer = _transfer_options(args, name, tls)
     tier = None if pools is None else _pool_tier(pools, transfer)
     if transfer is not None and tier is not None:
         transfer = replace(transfer, attachments=(*transfer.attachments, tier.attach))
@@ -187,18 +195,26 @@ def _serve(args: argparse.Namespace) -> int:
         publisher.close()
 
 
-def _transfer_options(args: argparse.Namespace, model: str) -> "TransferOptions | None":
+def _tls(args: argparse.Namespace) -> Tls | None:
+    """Raises TlsError."""
+    tls = tls_of(args, args.transfer_host)
+    if tls is not None and (args.no_transfer or not args.keyring):
+        raise TlsError("--kv-tls-cert is for moving KV: it needs --keyring, and no --no-transfer")
+    return tls
+
+
+def _transfer_options(args: argparse.Namespace, model: str, tls: Tls | None) -> "TransferOptions | None":
     """None where no peer could authenticate what this worker sends."""
     from cachecore.kv.codecs.registry import codec_named
     from workers.reference.fetch import SMOLLM2
-    from workers.reference.transfer.service import TransferOptions
+    from workers.transfer.service import TransferOptions
 
     if args.no_transfer or not args.keyring:
         return None
     codecs = args.codecs or (("raw", "i8") if model == SMOLLM2 else ("raw",))
     for codec in codecs:
         codec_named(codec)
-    return TransferOptions(args.transfer_host, args.transfer_port, args.name, codecs, wires=args.transport)
+    return TransferOptions(args.transfer_host, args.transfer_port, args.name, codecs, tls=tls, wires=args.transport)
 
 
 def _pool_tier(pools: OpenPools, transfer: "TransferOptions | None") -> "PoolTier":

@@ -25,12 +25,13 @@ from workers.engine import EngineMetrics, Sampling, StepOutput, TokenLogprob
 from workers.kv_quality import Approximation
 from workers.reference.fusing import Found, Kv, Repair
 from workers.reference.guard import Guard
-from workers.reference.kv_pool import HeldRun, KvPool
+from workers.reference.kv_pool import KvPool
 from workers.reference.model import Forward, KvTensors, LlamaModel, Segment
 from workers.reference.sampling import logprobs_of, sample
 from workers.reference.scheduler import Chunk, LiveSequence, Scheduler
-from workers.reference.transfer.loads import Load
-from workers.reference.transfer.passages import PassageLoad
+from workers.transfer.loads import Load
+from workers.transfer.passages import PassageLoad
+from workers.transfer.runs import HeldRun
 
 
 class Report(NamedTuple):
@@ -271,8 +272,10 @@ class EngineCore:
         start, alone, device = passage.start, passage.is_alone, self.model.device
         if passage.borrowed:
             kv = self._read(passage.borrowed, passage.skipped, passage.skipped + passage.end - start)
+            passage.improve(*kv)
             return Found(start, kv, passage.position, alone)
         assert passage.keys is not None and passage.values is not None  # noqa: S101, PT018 - it has been fetched
+        passage.improve(passage.keys, passage.values)
         return Found(start, Kv(passage.keys.to(device), passage.values.to(device)), start, alone)
 
     def _repair_of(self, sequence: LiveSequence) -> Repair:

@@ -35,6 +35,7 @@ from workers.engine import (
     TransferMetrics,
 )
 from workers.kv_quality import QualityJournal
+from workers.reference.compatibility import shape_of
 from workers.reference.config import ModelConfig, ModelError
 from workers.reference.core import EngineCore
 from workers.reference.guard import Guard, GuardOptions
@@ -42,13 +43,12 @@ from workers.reference.kv_pool import KvPool, NamedRun
 from workers.reference.model import LlamaModel
 from workers.reference.scheduler import LiveSequence, Scheduler
 from workers.reference.tiers.host import HostTier, PinnedMemory
-from workers.reference.transfer.loader import Destination
-from workers.reference.transfer.loads import Load
-from workers.reference.transfer.pages import Pages
-from workers.reference.transfer.plans import PlanReader, documents_of
-from workers.reference.transfer.service import TransferOptions, TransferService
-from workers.reference.transfer.shape import KvShape
 from workers.reference.weights import Weights, load_weights
+from workers.transfer.loader import Destination
+from workers.transfer.loads import Load
+from workers.transfer.pages import Pages
+from workers.transfer.plans import PlanReader, documents_of
+from workers.transfer.service import TransferOptions, TransferService
 
 logger = logging.getLogger(__name__)
 
@@ -325,7 +325,7 @@ class ReferenceEngine:
 
     def _transfer_service(self, options: TransferOptions) -> TransferService:
         core, info = self._core, self.info
-        shape = KvShape.of(self._config, core.model.weights, info.block_size_tokens, info.max_model_len)
+        shape = shape_of(self._config, core.model.weights, info.block_size_tokens, info.max_model_len)
         destination = Destination(shape, Pages(core.kv.keys, core.kv.values), core.model.rope)
         return TransferService(options, self._keyring, info.epoch, destination, core, self._nudge)
 

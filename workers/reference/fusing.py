@@ -66,6 +66,8 @@ class Repair:
     fraction: float = DEFAULT_FRACTION
     """Of turned tokens, those that are recomputed."""
     method: Method = METHODS[DEFAULT_METHOD]
+    answers: bool = True
+    """Whether what follows the last passage is computed with the rest, as far as that is short."""
 
     @torch.inference_mode()
     def __call__(
@@ -78,7 +80,7 @@ class Repair:
         """
         _check(token_ids, prefix, passages)
         end = passages[-1].end
-        whole = len(token_ids) - end <= FOLLOWING_TOKENS_MAX
+        whole = self.answers and len(token_ids) - end <= FOLLOWING_TOKENS_MAX
         context, absent = _context(model, token_ids if whole else token_ids[:end], prefix, passages)
         rows, propagation = self._choose(model, context, absent, token_ids, end)
         hidden = _compute(model, context, rows, propagation)

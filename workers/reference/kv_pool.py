@@ -33,6 +33,7 @@ from typing import NamedTuple, Protocol
 from cachecore.blocks import HASH_BYTES, Chain, PrefixHash, split_chain
 from cachecore.events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from cachecore.scope import Fidelity, Naming
+from workers.transfer.runs import Edges, Held, HeldRun
 
 
 class OutOfBlocksError(Exception):
@@ -57,33 +58,6 @@ class NamedRun(NamedTuple):
     """Where the run stands in its prompt."""
     naming: Naming | None = None
     """How the chain is named. A run without cannot be found by `find`."""
-
-
-class Held(NamedTuple):
-    """What is known of a named block."""
-
-    name: PrefixHash
-    fidelity: Fidelity
-    parent: PrefixHash | None
-    """None at the beginning of a prompt."""
-    number: int
-    """In its prompt, from 0."""
-    token_ids: Sequence[int]
-    naming: Naming | None
-    parent_fidelity: Fidelity = Fidelity.EXACT
-    cache_salt: str = ""
-    """What it is announced with; empty where it inherits its parent's."""
-
-
-class HeldRun(NamedTuple):
-    """Consecutive named blocks of one chain, in order."""
-
-    blocks: Sequence[int]
-    held: Sequence[Held]
-
-    @property
-    def fidelity(self) -> Fidelity:
-        return max(block.fidelity for block in self.held)
 
 
 class Leaving(NamedTuple):
@@ -128,14 +102,6 @@ class TierBelow(Protocol):
         ...
 
     def clear(self) -> None: ...
-
-
-class Edges(NamedTuple):
-    """Blocks beside a run, each with its tokens."""
-
-    before: tuple[int, Sequence[int]] | None
-    after: Sequence[tuple[int, Sequence[int]]]
-    """Prompts may have gone on in several ways."""
 
 
 class KvPool:

@@ -21,6 +21,7 @@ from cachecore.kv.fuser.context import Context, Passage, stitch
 from cachecore.kv.fuser.fuse import DEFAULT_FRACTION, DEFAULT_METHOD, METHODS, fuse
 from cachecore.kv.fuser.passes import extend, recompute
 from cachecore.kv.layout import LayerKv
+from cachecore.kv.means import MeanKv
 from cachecore.prompts.contract import Renderer
 from workers.reference.config import ModelConfig
 from workers.reference.engine import EngineOptions
@@ -31,6 +32,8 @@ SAMPLES = Path(__file__).parent / "samples"
 CORPORA = ("prose", "dialogue")
 FRACTIONS = (0.05, 0.15, 0.30)
 PASSAGES_PER_PROMPT = 4
+CONTEXTS = 3
+"""That means are over."""
 ANSWER_TOKENS_MAX = 24
 _PASSAGE_TOKENS_MAX = 320
 _BLOCK_SIZE = 16
@@ -54,6 +57,8 @@ class Prompt:
     system: Sequence[int]
     passages: Sequence[Sequence[int]]
     question: Sequence[int]
+    others: Sequence[Sequence[int]] = ()
+    """Passages of other prompts, behind which this one's may have been computed."""
 
     @property
     def context(self) -> list[int]:
@@ -68,7 +73,8 @@ class Case(NamedTuple):
     recompute_fraction: float
     codec: str
     cached: str
-    """`after_system`, `alone`, or `in_place`: the whole context's own KV, moved nowhere."""
+    """`after_system`, `alone`, `in_context` (behind a passage of another prompt, as traffic leaves it), `mean` (over
+    CONTEXTS of those), or `in_place`: the whole context's own KV, moved nowhere."""
 
 
 @dataclass(slots=True)
@@ -102,6 +108,8 @@ def cases() -> list[Case]:
         rows += [Case("none", 0.0, "raw", cached), Case("rotation", 0.0, "raw", cached)]
         rows += [Case(method, fraction, "raw", cached) for method in METHODS for fraction in FRACTIONS]
         rows.append(Case(DEFAULT_METHOD, 1.0, "raw", cached))
+    for cached in ("in_context", "mean"):
+        rows += [Case("rotation", 0.0, "raw", cached), Case(DEFAULT_METHOD, DEFAULT_FRACTION, "raw", cached)]
     rows += [Case(DEFAULT_METHOD, DEFAULT_FRACTION, codec, "after_system") for codec in CODECS if codec != "raw"]
     return rows
 
@@ -135,8 +143,15 @@ def draw_prompts(
         user = f"{_HERE}{_ASKED.format(question=asked.question)}"
         messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": user}]
         before, after = "".join(renderer.chat({"messages": messages}).segments).split(_HERE)
-        passages = [list(renderer.encode(f"{one.title}\n{one.text}\n\n"))[:_PASSAGE_TOKENS_MAX] for one in chosen]
-        yield Prompt(list(renderer.encode(before)), passages, list(renderer.encode(after)))
+        passages = [_tokens_of(one, renderer) for one in chosen]
+        others = [one for one in documents if one not in chosen]
+        others = random.Random(f"{seed} {asked.title}").sample(others, min(CONTEXTS, len(others)))
+        elsewhere = [_tokens_of(one, renderer) for one in others]
+        yield Prompt(list(renderer.encode(before)), passages, list(renderer.encode(after)), elsewhere)
+
+
+def _tokens_of(document: Document, renderer: Renderer) -> list[int]:
+    return list(renderer.encode(f"{document.title}\n{document.text}\n\n"))[:_PASSAGE_TOKENS_MAX]
 
 
 def measure(
@@ -298,9 +313,41 @@ def _alone(model: LlamaModel, prompt: Prompt) -> list[Passage]:
     return [computed(model, [], prompt.system)._replace(exact=True), *passages]
 
 
+def _in_context(model: LlamaModel, prompt: Prompt) -> list[Passage]:
+    return _behind_others(model, prompt, 1)
+
+
+def _of_means(model: LlamaModel, prompt: Prompt) -> list[Passage]:
+    return _behind_others(model, prompt, CONTEXTS)
+
+
+def _behind_others(model: LlamaModel, prompt: Prompt, contexts: int) -> list[Passage]:
+    system = computed(model, [], prompt.system)._replace(exact=True)
+    first = computed(model, [system], prompt.passages[0])._replace(exact=True)
+    befores = [[system, computed(model, [system], other)] for other in prompt.others[:contexts]] or [[system]]
+    passages = []
+    for token_ids in prompt.passages[1:]:
+        copies = [computed(model, before, token_ids) for before in befores]
+        passages.append(_averaged(model, copies))
+    return [system, first, *passages]
+
+
+def _averaged(model: LlamaModel, copies: Sequence[Passage]) -> Passage:
+    """As a worker has it that finds the mean in a pool."""
+    own, mean = copies[0], MeanKv.of(copies[0].keys, copies[0].values, copies[0].position, model.rope)
+    for copy in copies[1:]:
+        mean = mean.joined(MeanKv.of(copy.keys, copy.values, copy.position, model.rope))
+    if mean.contexts == 1:
+        return own
+    dtype = own.keys.dtype
+    return own._replace(keys=mean.keys_at(own.position, model.rope).to(dtype), values=mean.values.to(dtype))
+
+
 _PASSAGES: Mapping[str, Callable[[LlamaModel, Prompt], list[Passage]]] = {
     "after_system": _behind_the_system_prompt,
     "alone": _alone,
+    "in_context": _in_context,
+    "mean": _of_means,
 }
 
 

@@ -8,7 +8,7 @@ from xml.sax.saxutils import escape
 from rich.console import Console
 from rich.table import Table
 
-from workers.reference.quality import FRACTIONS, QualityReport
+from workers.reference.quality import CONTEXTS, FRACTIONS, QualityReport
 
 _BAR_COLUMNS = 48
 _PANEL, _MARGIN = 400, 130
@@ -16,7 +16,13 @@ _PANEL, _MARGIN = 400, 130
 _SHARE_MAX = 0.32
 _KL_MIN = 1e-9
 _COLORS = ("#888888", "#222222", "#d55e00", "#e69f00", "#0072b2", "#cc79a7", "#009e73")
-_PLACES = {"in_place": "not moved", "after_system": "cached after the system prompt", "alone": "cached alone"}
+_PLACES = {
+    "in_place": "not moved",
+    "after_system": "cached after the system prompt",
+    "alone": "cached alone",
+    "in_context": "cached behind another passage",
+    "mean": f"the mean of copies behind {CONTEXTS} other passages",
+}
 
 
 def print_table(report: QualityReport, console: Console) -> None:

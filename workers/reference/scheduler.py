@@ -27,9 +27,9 @@ from cachecore.scope import Fidelity, Naming
 from cachecore.transfer.plan import Pull
 from workers.engine import Generation, TokenLogprob
 from workers.reference.kv_pool import KvPool, NamedRun, OutOfBlocksError
-from workers.reference.transfer.loads import Arrived, Load, RunLoad
-from workers.reference.transfer.passages import PassageLoad
-from workers.reference.transfer.report import PullLog
+from workers.transfer.loads import Arrived, Load, RunLoad
+from workers.transfer.passages import PassageLoad
+from workers.transfer.report import PullLog
 
 
 @dataclass(slots=True, eq=False)

@@ -9,11 +9,13 @@ import zmq
 
 from cachecore.events import Dialect
 from cachecore.scope import Keyring
+from cachecore.transfer.tcp.tls import TlsError
 from workers.openai.server import CannotListen, run_servers
 from workers.simulated.engine import SimulatedConfig
 from workers.simulated.fleet import OUTPUT_TOKENS_DEFAULT, SimulatedWorker, WorkerOptions, load_renderer
 from workers.simulated.link import LinkConfig
 from workers.timing import DEFAULT_PROFILE, PROFILES, profile_named
+from workers.tls import add_tls_arguments, tls_of
 
 _DESCRIPTION = """\
 Serve OpenAI's API and KV events as an engine does, without a model: prefix cache, batching and time are simulated,
@@ -118,6 +120,7 @@ def _add_link(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--kv-port", type=int, default=0, metavar="PORT", help="the i-th worker serves on PORT+i; 0 picks free ones"
     )
+    add_tls_arguments(group)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -127,6 +130,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         workers += _workers(args, context)
         return run_servers([worker.server for worker in workers])
+    except TlsError as error:
+        print(f"ropeway worker: {error}", file=sys.stderr)
+        return 2
     except (CannotListen, ValueError, zmq.ZMQError) as error:
         print(f"ropeway worker: {error}", file=sys.stderr)
         return 1
@@ -166,9 +172,12 @@ def _config(args: argparse.Namespace) -> SimulatedConfig:
 
 
 def _link(args: argparse.Namespace) -> LinkConfig | None:
+    tls = tls_of(args, args.host)
     if args.kv_link is None:
+        if tls is not None:
+            raise TlsError("--kv-tls-cert is for moving KV: it needs --kv-link")
         return None
-    return LinkConfig(args.kv_link, args.kv_link_latency / 1000, args.kv_pulls_max, args.kv_class)
+    return LinkConfig(args.kv_link, args.kv_link_latency / 1000, args.kv_pulls_max, args.kv_class, tls)
 
 
 def _options(args: argparse.Namespace, number: int) -> WorkerOptions:

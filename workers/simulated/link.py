@@ -22,6 +22,8 @@ from cachecore.scope import Fidelity, Keyring
 from cachecore.transfer.capability import Capability, check_proof, check_source, read_capability
 from cachecore.transfer.errors import CapabilityError, Reason
 from cachecore.transfer.plan import Pull
+from cachecore.transfer.tcp.channel import scheme_of
+from cachecore.transfer.tcp.tls import Tls
 from cachecore.transfer.transport import Failed, Refused
 from workers.engine import TransferMetrics
 from workers.simulated.cache import Held
@@ -49,10 +51,16 @@ class LinkConfig:
     """Under way at once; further ones are refused as busy."""
     kv_class: str = ""
     """Workers exchange KV when this, the model and the profile are equal."""
+    tls: Tls | None = None
+    """What they talk over; with it, with nobody without."""
 
     def __post_init__(self) -> None:
         if not self.gigabits_per_second > 0 or self.latency_seconds < 0 or self.pulls_max < 1:
             raise ValueError("a link needs a positive rate, a latency that is not negative, and room for one pull")
+
+    @property
+    def scheme(self) -> str:
+        return scheme_of(SCHEME, self.tls)
 
 
 def bytes_per_token(profile: TimingProfile) -> int:
@@ -114,10 +122,13 @@ class ModelledSource:
 
     async def start(self, host: str, port: int) -> str:
         """The address it can be reached at. Raises OSError."""
-        self._server = await asyncio.start_server(self._connected, host, port, limit=_LINE_BYTES_MAX)
+        tls = self._config.tls
+        self._server = await asyncio.start_server(
+            self._connected, host, port, limit=_LINE_BYTES_MAX, ssl=None if tls is None else tls.serving
+        )
         bound_host, bound_port = self._server.sockets[0].getsockname()[:2]
         shown = f"[{bound_host}]" if ":" in bound_host else bound_host
-        return f"{SCHEME}://{shown}:{bound_port}"
+        return f"{self._config.scheme}://{shown}:{bound_port}"
 
     async def stop(self) -> None:
         if self._server is not None:
@@ -196,23 +207,22 @@ class ModelledSource:
         return self.fault
 
 
-async def fetch(pull: Pull, keyring: Keyring) -> Delivered | Refused | Failed:
+async def fetch(pull: Pull, keyring: Keyring, link: LinkConfig) -> Delivered | Refused | Failed:
     """Carry out a plan, within its deadline. Raises nothing but CancelledError."""
     try:
         async with asyncio.timeout(pull.plan.deadline_seconds):
-            return await _fetch(pull, keyring)
+            return await _fetch(pull, keyring, link)
     except TimeoutError:
         return Failed(Reason.DEADLINE, 0)
-    except (ConnectionRefusedError, OSError) as error:
+    except OSError as error:
         return Failed(Reason.UNREACHABLE, 0, str(error))
 
 
-async def _fetch(pull: Pull, keyring: Keyring) -> Delivered | Refused | Failed:
-    address = next((one for one in pull.plan.addresses if one.startswith(f"{SCHEME}://")), None)
+async def _fetch(pull: Pull, keyring: Keyring, link: LinkConfig) -> Delivered | Refused | Failed:
+    address = next((one for one in pull.plan.addresses if one.startswith(f"{link.scheme}://")), None)
     if address is None:
         return Refused(Reason.UNREACHABLE)
-    host, _, port = address.removeprefix(f"{SCHEME}://").rpartition(":")
-    reader, writer = await asyncio.open_connection(host.strip("[]"), int(port), limit=_LINE_BYTES_MAX)
+    reader, writer = await _connected_to(address, link)
     try:
         challenge = bytes.fromhex((await _read(reader))["challenge"])
         proof = pull.capability.prove(keyring, challenge, pull.token.encode())
@@ -227,6 +237,17 @@ async def _fetch(pull: Pull, keyring: Keyring) -> Delivered | Refused | Failed:
         return Failed(Reason.MALFORMED, 0, str(error))
     finally:
         writer.close()
+
+
+async def _connected_to(address: str, link: LinkConfig) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Raises OSError."""
+    name, _, port = address.removeprefix(f"{link.scheme}://").rpartition(":")
+    host, tls = name.strip("[]"), link.tls
+    if tls is None:
+        return await asyncio.open_connection(host, int(port), limit=_LINE_BYTES_MAX)
+    return await asyncio.open_connection(
+        host, int(port), limit=_LINE_BYTES_MAX, ssl=tls.pulling, server_hostname=tls.expected_name(host)
+    )
 
 
 def _write(writer: asyncio.StreamWriter, document: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ Besides the app's routes it answers
 import asyncio
 import base64
 import os
+import re
 import socket
 import struct
 import time
@@ -28,6 +29,7 @@ from workers.simulated.link import ModelledSource
 from workers.simulated.protocol import RAW_HEADERS, TRANSPORT
 
 _LOG_ENTRIES_MAX = 1000
+_content = re.compile(rb'"(?:content|text)":"[^"]').search
 _FAULTS = "ropeway.faults"
 
 
@@ -42,6 +44,8 @@ class Exchange(msgspec.Struct):
     status: int = 0
     sent_bytes: int = 0
     sent_pieces: int = 0
+    content_at: float | None = None
+    """When the first piece with text of an answer in it was sent."""
     finished_at: float | None = None
     disconnected_at: float | None = None
     """When the client was seen to have left before the answer was complete."""
@@ -187,6 +191,8 @@ class _Wire:
         exchange.sent_bytes += len(message.get("body", b""))
         exchange.sent_pieces += bool(body)
         self._events += body.count(b"data: ")
+        if exchange.content_at is None and _content(body):
+            exchange.content_at = time.time()
         await self._send(message)
         if cut:
             self._break(abruptly=False)

@@ -172,7 +172,7 @@ class Transfers:
         began = loop.time()
         self.metrics.loading += 1
         try:
-            outcome = await fetch(pull, self._keyring)
+            outcome = await fetch(pull, self._keyring, self._link)
             if isinstance(outcome, Delivered):
                 return self._take_in(work, pull, (first, end), outcome, loop.time() - began)
         finally:

@@ -25,8 +25,8 @@ from workers.openai.server import WorkerServer
 from workers.publisher import EventPublisher
 from workers.reference.config import ModelConfig
 from workers.reference.engine import EngineOptions, ReferenceEngine
-from workers.reference.transfer.service import TransferOptions
 from workers.reference.weights import random_weights
+from workers.transfer.service import TransferOptions
 
 MODEL = "tiny"
 PROMPTS = 50

@@ -15,8 +15,9 @@ from cachecore.rekey import Rekeyer
 from cachecore.scope import DEFAULT_TENANT, Fidelity, IdentityScope, Keyring, Naming
 from tests.workers.reference.support import greedy, run_tokens, tiny_engine
 from workers.reference.config import ModelError
-from workers.reference.kv_pool import Held, KvPool, Leaving, NamedRun, handle_of
+from workers.reference.kv_pool import KvPool, Leaving, NamedRun, handle_of
 from workers.reference.tiers.host import HostTier, PinnedMemory
+from workers.transfer.runs import Held
 
 SIZE = 2
 KEYRING = Keyring.generate()

@@ -17,7 +17,7 @@ from cachecore.scope import Fidelity
 from cachecore.store.pools import KvPool, PoolBounds, run_ends
 from cachecore.transfer.plan import Plan
 from tests.workers.reference.support import run, tokens_of
-from tests.workers.reference.transfer.world import (
+from tests.workers.transfer.world import (
     BLOCKS,
     PROMPT,
     SIZE,
@@ -29,7 +29,7 @@ from tests.workers.reference.transfer.world import (
     until,
     warm,
 )
-from tests.workers.reference.transfer.world import worker as plain_worker
+from tests.workers.transfer.world import worker as plain_worker
 from workers.engine import TransferOutcome
 from workers.pools import OpenPools, PoolSettings
 from workers.reference.cli import add_reference_parser

@@ -1,6 +1,7 @@
 """`ropeway quality` on a random model: what must be exact is, the others differ, and the output has its form."""
 
 import json
+import random
 import subprocess
 import sys
 from array import array
@@ -37,7 +38,12 @@ from workers.reference.quality import (
 from workers.reference.quality_report import print_table, svg_plot, text_plot
 from workers.reference.weights import load_weights, random_weights
 
-TEXTS = "\n---\n".join(f"# Title {name}\n? What of {name}?\n{name * 40}" for name in "abcde")
+
+def letters(seed: str) -> str:
+    return "".join(random.Random(seed).choices("etaoin shrdlu", k=60))
+
+
+TEXTS = "\n---\n".join(f"# Title {name}\n? What of {name}?\n{letters(name)}" for name in "abcdefg")
 WIDE: dict[str, Any] = {**TINY, "vocab_size": 256, "max_position_embeddings": 2048, "num_hidden_layers": 6}
 
 
@@ -81,6 +87,13 @@ def test_full_recompute_is_full_prefill_and_less_is_not(report: QualityReport, c
     assert kl_of(report, Case("query_attention", 0.3, "raw", cached)) != rotation
 
 
+def test_means_are_another_copy_than_any_of_theirs(report: QualityReport) -> None:
+    kl = {
+        cached: kl_of(report, Case("rotation", 0.0, "raw", cached)) for cached in ("after_system", "in_context", "mean")
+    }
+    assert len({round(value, 9) for value in kl.values()}) == 3
+
+
 def test_coarser_codecs_diverge_more(report: QualityReport) -> None:
     kl = {codec: kl_of(report, Case("none", 0.0, codec, "in_place")) for codec in CODECS}
     assert 0 < kl["i8"] < kl["fp8"] < kl["i4h"]
@@ -93,7 +106,7 @@ def test_top1_of_an_exact_context_always_agrees(report: QualityReport) -> None:
 def test_the_table_and_the_plots_show_every_way(report: QualityReport) -> None:
     output = StringIO()
     print_table(report, Console(file=output, width=120))
-    assert output.getvalue().count("residual_propagation") == 4 + 8
+    assert output.getvalue().count("residual_propagation") == 4 + 8 + 2
     plot = text_plot(report)
     assert plot.count("query_attention") == 6
     longest = max(line.count("#") for line in plot.splitlines())

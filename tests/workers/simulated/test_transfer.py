@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -26,6 +27,7 @@ from cachecore.scope import (
 )
 from cachecore.transfer.capability import Run
 from cachecore.transfer.plan import PARAMETER, Grant, Plan, sign
+from tests.cachecore.transfer.certificates import Authority
 from workers.publisher import END_OF_REPLAY
 from workers.simulated.engine import SimulatedConfig
 from workers.simulated.fleet import SimulatedWorker
@@ -111,8 +113,10 @@ async def start_pair() -> AsyncIterator[StartPair]:
     workers: list[SimulatedWorker] = []
     async with httpx.AsyncClient(timeout=20, trust_env=False) as http:
 
-        async def start(speed: float = float("inf"), link_b: LinkConfig = LINK, **config: Any) -> Pair:
-            for link in (LINK, link_b):
+        async def start(
+            speed: float = float("inf"), link_a: LinkConfig = LINK, link_b: LinkConfig = LINK, **config: Any
+        ) -> Pair:
+            for link in (link_a, link_b):
                 settings = SimulatedConfig(**{"speed": speed, "blocks_total": 4096, "link": link, **config})
                 workers.append(SimulatedWorker(settings, keyring=keyring))
                 await workers[-1].start()
@@ -220,6 +224,23 @@ async def test_several_plans_one_after_the_other(pair: Pair) -> None:
     assert (report(answer)["outcome"], report(answer)["tokens"]) == ("fetched", str(BLOCKS * BLOCK))
     held = await pair.ask(pair.b, await pair.plan())
     assert (report(held)["outcome"], report(held)["bytes"]) == ("held", "0")
+
+
+async def test_over_tls(start_pair: StartPair, tmp_path: Path) -> None:
+    authority = Authority.make(tmp_path)
+    links = [LinkConfig(100.0, tls=authority.member(name)) for name in ("a", "b")]
+    pair = await start_pair(link_a=links[0], link_b=links[1])
+    await pair.ask(pair.a)
+    assert (await pair.info(pair.a))["addresses"][0].startswith("simulated+tls://127.0.0.1:")
+    assert report(await pair.ask(pair.b, await pair.plan()))["outcome"] == "fetched"
+
+
+@pytest.mark.parametrize("safe_one", ["link_a", "link_b"])
+async def test_tls_and_none_do_not_mix(start_pair: StartPair, tmp_path: Path, safe_one: str) -> None:
+    pair = await start_pair(**{safe_one: LinkConfig(100.0, tls=Authority.make(tmp_path).member())})
+    await pair.ask(pair.a)
+    refused = report(await pair.ask(pair.b, await pair.plan()))
+    assert (refused["outcome"], refused["reason"]) == ("refused", "unreachable")
 
 
 async def test_two_that_want_the_same_run_move_it_once(start_pair: StartPair) -> None:

@@ -27,7 +27,8 @@ from cachecore.blocks import Chain, PrefixHash, split_chain
 from cachecore.events import BlockRemoved, BlockStored, KvEvent
 from cachecore.scope import Fidelity
 from workers.engine import HostMetrics
-from workers.reference.kv_pool import Held, Kept, Leaving, following_each_other, handle_of
+from workers.reference.kv_pool import Kept, Leaving, following_each_other, handle_of
+from workers.transfer.runs import Held
 
 MEDIUM = "CPU"
 """In KV events: L1."""

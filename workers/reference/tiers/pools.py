@@ -10,7 +10,8 @@ Runs are long where a prompt goes on, and short behind its last long one (`cache
 answer grows, short ones are followed by the long one that holds them too; nobody asks for them any more, so they are
 evicted first.
 
-Only exact KV is stored: nothing is ever quantized twice, and what is repaired belongs to one prompt.
+Only exact KV is stored: nothing is ever quantized twice, and what is repaired belongs to one prompt. What prompts have
+in common may also be kept as a mean (`means`).
 """
 
 import asyncio
@@ -35,10 +36,13 @@ from cachecore.transfer.frames import FrameWriter
 from cachecore.transfer.header import Span
 from cachecore.transfer.transport import Draft, Request, Sealed, Wanted
 from workers.pools import OpenPools
-from workers.reference.kv_pool import HeldRun, NamedRun
-from workers.reference.transfer.loader import POOL_SCHEME
-from workers.reference.transfer.service import TransferService
-from workers.reference.transfer.source import KvSource
+from workers.reference.kv_pool import NamedRun
+from workers.reference.tiers.means import MeanKeeper
+from workers.transfer.loader import POOL_SCHEME
+from workers.transfer.means import MeanReader, MeanStore
+from workers.transfer.runs import HeldRun
+from workers.transfer.service import TransferService
+from workers.transfer.source import KvSource
 
 logger = logging.getLogger("ropeway.pools")
 
@@ -224,6 +228,7 @@ class PoolTier:
         self._opened = opened
         self.codec = codec_for(opened, codecs)
         self.writer: PoolWriter | None = None
+        self.keeper: MeanKeeper | None = None
 
     @property
     def pools(self) -> Mapping[str, KvPool]:
@@ -236,6 +241,10 @@ class PoolTier:
     @property
     def offers(self) -> Mapping[str, int]:
         return {outcome.value: count for outcome, count in self.writer.counts.copy().items()} if self.writer else {}
+
+    @property
+    def means(self) -> Mapping[str, int]:
+        return self.keeper.counts.copy() if self.keeper else {}
 
     @property
     def waiting(self) -> int:
@@ -251,6 +260,8 @@ class PoolTier:
         """On the engine's thread. Nothing is stored before the worker listens."""
         if self.writer is not None:
             self.writer.offer(run)
+        if self.keeper is not None:
+            self.keeper.note(run)
 
     @contextlib.asynccontextmanager
     async def attach(self, service: TransferService) -> AsyncIterator[None]:
@@ -259,12 +270,23 @@ class PoolTier:
         service.loader.transports[POOL_SCHEME] = PoolTransport(self.pools, service.keyring)
         run_blocks, source = self._opened.settings.run_blocks, replace(service.source, frame_bytes=FRAME_BYTES)
         self.writer = PoolWriter(self.pools, source, service.keyring, run_blocks, self.codec)
-        writing = asyncio.create_task(self.writer.run(), name="pool writer")
+        writing = [asyncio.create_task(self.writer.run(), name="pool writer"), *self._keep_means(service)]
         try:
             yield
         finally:
             self.journal.close()
             await self.writer.drain(_CLOSE_SECONDS)
-            writing.cancel()
-            await asyncio.gather(writing, return_exceptions=True)
+            for task in writing:
+                task.cancel()
+            await asyncio.gather(*writing, return_exceptions=True)
             await self._opened.close()
+
+    def _keep_means(self, service: TransferService) -> "list[asyncio.Task[None]]":
+        """Use those that there are, and add to them, where it is configured and keys can be turned."""
+        rope, source = service.destination.rope, service.source
+        if not self._opened.settings.means or rope is None:
+            return []
+        store = MeanStore(self.pools, source.shape, rope, service.keyring, self.codec, service.executor)
+        service.loader.improve = MeanReader(store).improve
+        self.keeper = MeanKeeper(store, source)
+        return [asyncio.create_task(self.keeper.run(), name="mean keeper")]

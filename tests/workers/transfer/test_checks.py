@@ -13,7 +13,7 @@ from cachecore.kv.rope import RopeTable
 from cachecore.scope import Fidelity
 from policies.state.guard import GuardSettings, QualityGuard, Sample, Trip
 from tests.workers.reference.test_quality import OneTokenPerByte
-from tests.workers.reference.transfer.world import PROMPT, answer, generation, pair, plan_of, signed, until, warm
+from tests.workers.transfer.world import PROMPT, answer, generation, pair, plan_of, signed, until, warm
 from workers.engine import TransferOutcome
 from workers.kv_quality import Approximation, QualityJournal
 from workers.reference.engine import ReferenceEngine

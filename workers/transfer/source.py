@@ -24,10 +24,10 @@ from cachecore.transfer.errors import Reason, Unserved
 from cachecore.transfer.frames import Buffer
 from cachecore.transfer.header import FrameHeader, Span
 from cachecore.transfer.transport import Draft, Request, Sealed, Wanted
-from workers.reference.kv_pool import HeldRun
-from workers.reference.transfer.loads import best_of
-from workers.reference.transfer.pages import EnginePages, Stretch, stretches_of
-from workers.reference.transfer.shape import KvShape
+from workers.transfer.loads import best_of
+from workers.transfer.pages import EnginePages, Stretch, stretches_of
+from workers.transfer.runs import HeldRun
+from workers.transfer.shape import KvShape
 
 
 class Lender(Protocol):

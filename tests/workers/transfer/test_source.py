@@ -13,7 +13,7 @@ from cachecore.transfer.header import Span
 from cachecore.transfer.plan import read_plan
 from cachecore.transfer.transport import Draft, Request, Wanted
 from tests.workers.reference.support import KEYRING
-from tests.workers.reference.transfer.world import (
+from tests.workers.transfer.world import (
     BLOCKS,
     HELD,
     LAYER_BYTES,
@@ -33,7 +33,7 @@ from tests.workers.reference.transfer.world import (
     worker,
 )
 from workers.reference.engine import ReferenceEngine
-from workers.reference.transfer.service import TransferService
+from workers.transfer.service import TransferService
 
 
 def service_of(engine: ReferenceEngine) -> TransferService:

@@ -16,7 +16,7 @@ from cachecore.rekey import Rekeyer
 from cachecore.scope import Fidelity
 from cachecore.transfer.plan import FRACTION_PARAMETER, Plan
 from tests.workers.reference.support import greedy, run, run_tokens
-from tests.workers.reference.transfer.world import (
+from tests.workers.transfer.world import (
     SIZE,
     answer,
     at_rest,

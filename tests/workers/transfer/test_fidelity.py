@@ -7,7 +7,7 @@ from cachecore.index.contract import Stored
 from cachecore.rekey import Rekeyer
 from cachecore.scope import Fidelity, Naming
 from tests.workers.reference.support import KEYRING
-from tests.workers.reference.transfer.world import (
+from tests.workers.transfer.world import (
     BLOCKS,
     HELD,
     PROMPT,

@@ -10,7 +10,7 @@ import pytest
 from cachecore.holders import Epoch
 from cachecore.scope import Keyring
 from cachecore.transfer.tcp.client import ClientSettings
-from tests.workers.reference.transfer.world import (
+from tests.workers.transfer.world import (
     HELD,
     LAYER_BYTES,
     LAYERS,

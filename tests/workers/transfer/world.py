@@ -17,7 +17,7 @@ from cachecore.transfer.tcp.client import ClientSettings
 from tests.workers.reference.support import KEYRING, BytesRenderer, greedy, run, tiny_engine, tokens_of
 from workers.engine import Generation, StepOutput
 from workers.reference.engine import ReferenceEngine
-from workers.reference.transfer.service import TransferOptions
+from workers.transfer.service import TransferOptions
 
 SIZE = 4
 TENANT = KeyId(DEFAULT_TENANT, 0)

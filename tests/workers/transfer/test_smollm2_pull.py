@@ -12,7 +12,7 @@ from cachecore.scope import Fidelity, IdentityScope, Naming
 from cachecore.transfer.capability import Run
 from cachecore.transfer.plan import Plan
 from tests.workers.reference.support import KEYRING
-from tests.workers.reference.transfer.world import TENANT, answer, generation, holder_of, signed, transfer_options
+from tests.workers.transfer.world import TENANT, answer, generation, holder_of, signed, transfer_options
 from workers.reference import fetch, quality
 from workers.reference.config import ModelConfig
 from workers.reference.engine import EngineOptions, ReferenceEngine

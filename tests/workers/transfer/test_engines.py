@@ -3,7 +3,7 @@
 import pytest
 
 from cachecore.scope import Fidelity
-from tests.workers.reference.transfer.world import HELD, PROMPT, answer, generation, pair, plan_of, signed, warm
+from tests.workers.transfer.world import HELD, PROMPT, answer, generation, pair, plan_of, signed, warm
 from workers.engine import TransferOutcome
 
 

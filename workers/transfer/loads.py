@@ -14,7 +14,7 @@ from cachecore.kv.calibration import RAW
 from cachecore.scope import Fidelity, Naming
 from cachecore.transfer.plan import Pull
 from cachecore.transfer.transport import Fetched, Outcome
-from workers.reference.transfer.passages import PassageLoad
+from workers.transfer.passages import PassageLoad
 
 
 class LoadCancelled(Exception):
@@ -82,6 +82,8 @@ class Load:
         """The worst that may come."""
         self.began = began
         """By the monotonic clock: when the sequence's first pull began. Deadlines count from here."""
+        self.improving = False
+        """Something better is being looked for that passages can do without (`Loader.improve`)."""
         self.on_cancel: Callable[[], None] | None = None
         self._lock = threading.Lock()
         self._cancelled = False
@@ -95,7 +97,7 @@ class Load:
     @property
     def settled(self) -> bool:
         runs = all(run.outcome is not None for run in self.runs)
-        return runs and all(passage.outcome is not None for passage in self.passages)
+        return runs and not self.improving and all(passage.outcome is not None for passage in self.passages)
 
     @property
     def failed(self) -> bool:

@@ -1,4 +1,4 @@
-"""The worker's transfers, on a thread and an event loop of their own: neither the API's loop nor the engine's thread
+"""A worker's transfers, on a thread and an event loop of their own: neither the API's loop nor the engine's thread
 waits while KV is received, authenticated or sent.
 
 Calls come from the engine's thread (`begin`) and from the API's (`start`, `stop`); the engine is told through `wake`
@@ -19,12 +19,11 @@ from cachecore.kv.calibration import RAW
 from cachecore.scope import Keyring
 from cachecore.transfer.tcp.client import ClientSettings, TcpTransport
 from cachecore.transfer.tcp.server import ServerCounts, ServerSettings, TcpServer
+from cachecore.transfer.tcp.tls import Tls
 from cachecore.transfer.wires import make_wire
-from workers.reference.transfer.loader import Destination, Loader
-from workers.reference.transfer.loads import Load
-from workers.reference.transfer.source import KvSource, Lender
-
-TCP_SCHEME = "tcp"
+from workers.transfer.loader import Destination, Loader
+from workers.transfer.loads import Load
+from workers.transfer.source import KvSource, Lender
 
 _WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 - recognized, not bound to
 _WORKERS = 2
@@ -49,6 +48,8 @@ class TransferOptions:
     """Short layers share a frame up to this: a frame costs some 0.1 ms at both ends whatever it carries."""
     client: ClientSettings = field(default_factory=lambda: ClientSettings(stall_seconds=1.0, connect_seconds=0.5))
     server: ServerSettings = field(default_factory=ServerSettings)
+    tls: Tls | None = None
+    """For peers, whom nothing is served to, or pulled from, without it. What engines move it does not cover."""
     wires: Sequence[str] = ()
     """Engines to move KV by as well, where a peer has them too: names of `cachecore.transfer.wires.ENGINES`."""
     attachments: "Sequence[Attachment]" = ()
@@ -70,7 +71,7 @@ class TransferService:
         self.options = options
         self.keyring = keyring
         self.destination = destination
-        self.executor = ThreadPoolExecutor(_WORKERS, "reference-kv")
+        self.executor = ThreadPoolExecutor(_WORKERS, "ropeway-kv")
         self.holder = Worker(WorkerName(options.name), Epoch(epoch), rank)
         self.source = KvSource(
             self.holder,
@@ -109,7 +110,7 @@ class TransferService:
         """
         started: Future[None] = Future()
         self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._main(started)), name="reference-transfers", daemon=True
+            target=lambda: asyncio.run(self._main(started)), name="ropeway-transfers", daemon=True
         )
         self._thread.start()
         started.result()
@@ -127,6 +128,7 @@ class TransferService:
         """Carry out a load. Its runs settle, unless it is called off."""
         if self._loop is None:
             raise RuntimeError("not started")
+        load.improving = bool(load.passages) and self.loader.improve is not None
         self._loop.call_soon_threadsafe(self._begin, load)
 
     def _begin(self, load: Load) -> None:
@@ -155,10 +157,11 @@ class TransferService:
     @contextlib.asynccontextmanager
     async def _serving(self) -> AsyncIterator[None]:
         host = _reachable(self.options.host)
-        wires = [make_wire(name, self.keyring, host) for name in self.options.wires]
-        transport = TcpTransport(self.keyring, self.options.client, wires=wires)
-        self.loader.transports.update(dict.fromkeys((TCP_SCHEME, *self.options.wires), transport))
-        server = self._server = TcpServer(self.source, self.keyring, self._server_settings())
+        tls = self.options.tls
+        wires = [make_wire(name, self.keyring, host, tls=tls) for name in self.options.wires]
+        transport = TcpTransport(self.keyring, self.options.client, tls=tls, wires=wires)
+        self.loader.transports.update(dict.fromkeys(transport.schemes, transport))
+        server = self._server = TcpServer(self.source, self.keyring, self._server_settings(), tls=tls)
         further = [TcpServer(self.source, self.keyring, self._server_settings(0), wire=wire) for wire in wires]
         for one in (server, *further):
             one.counts = server.counts
@@ -190,7 +193,7 @@ Attachment = Callable[[TransferService], AbstractAsyncContextManager[None]]
 
 def _instance_at(address: str) -> str:
     """What a worker is called that serves at an address; a wildcard would be every machine's."""
-    host, _, port = address.removeprefix(f"{TCP_SCHEME}://").rpartition(":")
+    host, _, port = address.partition("://")[2].rpartition(":")
     return f"{socket.gethostname()}:{port}" if host.strip("[]") in _WILDCARDS else f"{host}:{port}"
 
 

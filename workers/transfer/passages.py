@@ -1,13 +1,14 @@
 """Runs that were computed at another position of another prompt, on their way to where this prompt says the same.
 
-They come into memory of their own, keys turned to where they will stand, and become blocks of the prompt once they have
-been repaired (`workers.reference.fusing`). What they say has been compared by then: a run's names follow from the name
-before it and its tokens, so the name that a plan gives its last block is that of this prompt's own tokens, or the plan
-is refused (`plans`). Frames that bring token ids are compared once more.
+They come into memory of their own, keys turned to where they will stand, and become blocks of the prompt once an engine
+has repaired them. What they say has been compared by then: a run's names follow from the name before it and its tokens,
+so the name that a plan gives its last block is that of this prompt's own tokens, or the plan is refused (`plans`).
+Frames that bring token ids are compared once more.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -20,8 +21,18 @@ from cachecore.transfer.errors import FrameError, Reason
 from cachecore.transfer.frames import Frame
 from cachecore.transfer.plan import Pull
 from cachecore.transfer.transport import Fetched, Outcome, Refused
-from workers.reference.kv_pool import Edges, HeldRun
-from workers.reference.transfer.placing import PlacingSink
+from workers.transfer.placing import PlacingSink
+from workers.transfer.runs import Edges, HeldRun
+
+
+class Better(NamedTuple):
+    """KV of some of a passage's tokens that is nearer to what this prompt would compute than the passage's own."""
+
+    start: int
+    """In the prompt."""
+    keys: Tensor
+    """[layers, tokens, kv_heads, head_dim], turned to where the passage's keys are (`PassageLoad.stands_at`)."""
+    values: Tensor
 
 
 class PassageLoad:
@@ -32,6 +43,7 @@ class PassageLoad:
         self.pull, plan = pull, pull.plan
         self.start = plan.target_position
         self.end = self.start + plan.run.blocks * size
+        self.prompt = token_ids
         self.token_ids = token_ids[self.start : self.end]
         self.position = plan.source_position
         """Of the first token, where it was computed."""
@@ -42,6 +54,7 @@ class PassageLoad:
         self.keys: Tensor | None = None
         """[layers, tokens, kv_heads, head_dim], turned to `start`; complete when it has been fetched."""
         self.values: Tensor | None = None
+        self.better: list[Better] = []
         self.layers = 0
         self.outcome: Outcome | None = None
         """None until it has settled."""
@@ -57,6 +70,16 @@ class PassageLoad:
     def is_alone(self) -> bool:
         """Nothing came before it where it was computed."""
         return self.position == 0
+
+    def stands_at(self, token: int) -> int:
+        """The position that the keys of the prompt's `token` are turned to: this prompt's, but for borrowed ones."""
+        return token - self.start + (self.position if self.borrowed else self.start)
+
+    def improve(self, keys: Tensor, values: Tensor) -> None:
+        """Put what is better in its place, in the passage's [layers, tokens, kv_heads, head_dim]."""
+        for start, better_keys, better_values in self.better:
+            place = slice(start - self.start, start - self.start + better_keys.shape[1])
+            keys[:, place], values[:, place] = better_keys.to(keys.device), better_values.to(values.device)
 
     def miss(self) -> None:
         """It is this worker's own, and not here, or there is no room for it."""

@@ -7,8 +7,8 @@ a plan, the request is answered all the same, with that part computed.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from cachecore.blocks import HASH_BYTES, Chain, pack_tokens
 from cachecore.holders import Holder
@@ -16,9 +16,8 @@ from cachecore.scope import Fidelity, KeyId, Keyring, Naming
 from cachecore.transfer.errors import PlanError, Reason, TransferError
 from cachecore.transfer.plan import FRACTION_PARAMETER, PARAMETER, PLANS_MAX, Pull, read_plan
 from workers.engine import Generation, TransferMetrics
-from workers.reference.scheduler import LiveSequence
-from workers.reference.transfer.loads import best_of
-from workers.reference.transfer.report import PullLog
+from workers.transfer.loads import best_of
+from workers.transfer.report import PullLog
 
 
 class NamedTokens(Protocol):
@@ -33,6 +32,24 @@ class NamedTokens(Protocol):
     def named(self, blocks: int) -> Chain:
         """The names of the first `blocks` full blocks."""
         ...
+
+
+class ReadableTokens(NamedTokens, Protocol):
+    """One whose tokens can be looked at."""
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+
+class PlannedPrompt(NamedTokens, Protocol):
+    """One that plans come with, and are left with."""
+
+    generation: Generation
+    token_ids: list[int]
+    pulls: Sequence[Pull]
+    passages: Sequence[Pull]
+    recompute_fraction: float | None
+    pull_log: PullLog | None
 
 
 class PlanReader:
@@ -52,7 +69,7 @@ class PlanReader:
         self._metrics = metrics
         self._clock = clock
 
-    def read(self, sequence: LiveSequence) -> None:
+    def read(self, sequence: PlannedPrompt) -> None:
         """Leave with the sequence the pulls that may be carried out, by position, and a log of all that were asked."""
         documents = documents_of(sequence.generation)
         if not documents:
@@ -85,14 +102,14 @@ class PlanReader:
             raise PlanError(f"a plan for {plan.codec}; the request accepts no such KV", Reason.UNEXPECTED)
         return pull
 
-    def _is_own(self, pull: Pull, sequence: LiveSequence) -> bool:
+    def _is_own(self, pull: Pull, sequence: PlannedPrompt) -> bool:
         """Whether the run is of the prompt's own chain, or else of one that says what the prompt says where it is
         wanted. Raises PlanError for any other."""
         if is_part_of(pull, sequence):
             if pull.plan.source == self.holder:
                 raise PlanError("a plan to pull from oneself", Reason.OTHER_SOURCE)
             return True
-        if not _is_said_by(pull, sequence):
+        if not is_said_by(pull, sequence):
             raise PlanError("a plan for another prompt", Reason.UNEXPECTED)
         if min(sequence.generation.fidelity, pull.capability.fidelity) < Fidelity.FUSED:
             raise PlanError("a run of another position; the request accepts no such KV", Reason.UNEXPECTED)
@@ -101,7 +118,11 @@ class PlanReader:
 
 def fraction_of(generation: Generation) -> float | None:
     """Of passages' tokens, what is to be recomputed; None where nothing sensible is said."""
-    given = (generation.kv_transfer_params or {}).get(FRACTION_PARAMETER)
+    return fraction_in(generation.kv_transfer_params or {})
+
+
+def fraction_in(params: Mapping[str, Any]) -> float | None:
+    given = params.get(FRACTION_PARAMETER)
     return float(given) if isinstance(given, int | float) and 0.0 <= given <= 1.0 else None
 
 
@@ -123,7 +144,7 @@ def is_part_of(pull: Pull, sequence: NamedTokens) -> bool:
     return (parent, chain[-HASH_BYTES:]) == (run.parent, run.tail)
 
 
-def _is_said_by(pull: Pull, sequence: LiveSequence) -> bool:
+def is_said_by(pull: Pull, sequence: ReadableTokens) -> bool:
     """Whether the prompt says at the run's target what the run says, and goes on behind it.
 
     Names are chained and keyed: the run's last one follows from the name before the run and just these tokens.

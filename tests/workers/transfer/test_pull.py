@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cachecore.scope import Fidelity
-from tests.workers.reference.transfer.world import (
+from tests.workers.transfer.world import (
     BLOCKS,
     HELD,
     LAYER_BYTES,

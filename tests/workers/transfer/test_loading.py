@@ -15,7 +15,7 @@ from cachecore.transfer.transport import Failed, Fetched
 from workers.engine import Generation, Sampling
 from workers.reference.kv_pool import KvPool
 from workers.reference.scheduler import LiveSequence, Scheduler
-from workers.reference.transfer.loads import Load
+from workers.transfer.loads import Load
 
 SIZE = 4
 KEYRING = Keyring({0: bytes(32)}, 0)

@@ -6,7 +6,7 @@ from cachecore.transfer.errors import Reason
 from cachecore.transfer.plan import Pull
 from cachecore.transfer.transport import Failed, Fetched, Outcome
 from workers.engine import TransferMetrics, TransferOutcome, TransferReport
-from workers.reference.transfer.loads import Load
+from workers.transfer.loads import Load
 
 
 class PullLog:

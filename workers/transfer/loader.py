@@ -7,7 +7,7 @@ run. Layers count as in place in their order, so the engine may compute with the
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -21,11 +21,11 @@ from cachecore.transfer.frames import Frame
 from cachecore.transfer.header import FrameHeader
 from cachecore.transfer.plan import Plan
 from cachecore.transfer.transport import Failed, Outcome, Refused, Transport
-from workers.reference.transfer.loads import Load, LoadCancelled, RunLoad, best_of
-from workers.reference.transfer.pages import EnginePages, stretches_of
-from workers.reference.transfer.passages import PassageLoad, PassageSink
-from workers.reference.transfer.placing import PlacingSink
-from workers.reference.transfer.shape import KvShape
+from workers.transfer.loads import Load, LoadCancelled, RunLoad, best_of
+from workers.transfer.pages import EnginePages, stretches_of
+from workers.transfer.passages import PassageLoad, PassageSink
+from workers.transfer.placing import PlacingSink
+from workers.transfer.shape import KvShape
 
 logger = logging.getLogger("ropeway.transfer")
 
@@ -96,13 +96,24 @@ class Loader:
     def __init__(self, destination: Destination, executor: Executor, wake: Callable[[], None]) -> None:
         self.destination = destination
         self.transports: dict[str, Transport] = {}
+        self.improve: Callable[[Load], Awaitable[None]] | None = None
+        """What looks for better KV than passages' own, beside their pulls."""
         self._executor = executor
         self._wake = wake
 
     async def carry_out(self, load: Load) -> None:
         """All runs and passages; each settles by its deadline. Does nothing for one that is called off."""
         parts: list[RunLoad | PassageLoad] = [*load.runs, *load.passages]
-        await asyncio.gather(*(self._settle(load, part) for part in parts if part.outcome is None))
+        await asyncio.gather(self._improve(load), *(self._settle(load, part) for part in parts if part.outcome is None))
+
+    async def _improve(self, load: Load) -> None:
+        if self.improve is None or not load.improving:
+            return
+        try:
+            await self.improve(load)
+        finally:
+            load.improving = False
+            self._wake()
 
     async def _settle(self, load: Load, run: RunLoad | PassageLoad) -> None:
         try:

@@ -1,17 +1,15 @@
-"""What a worker's KV looks like, and the class of workers that can read each other's."""
+"""The class of workers that can read each other's KV, as a digest of what the KV depends on."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from hashlib import blake2b
 
 import torch
 from torch import Tensor
 
 from cachecore.kv.rope import attention_factor, inverse_frequencies
-from cachecore.transfer.header import Span
-from cachecore.transfer.transport import Expectation
 from workers.reference.config import ModelConfig
 from workers.reference.weights import Weights
+from workers.transfer.shape import KvShape
 
 _LAYOUT = b"rotated keys, values: [tokens, kv_heads, head_dim].v1"
 _SAMPLES = 4096
@@ -19,36 +17,11 @@ _SAMPLES = 4096
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass(frozen=True, slots=True)
-class KvShape:
-    """Of one worker."""
-
-    compatibility: bytes
-    """16 bytes: who has the same reads the same numbers for the same tokens."""
-    layers: int
-    kv_heads: int
-    head_dim: int
-    block_size_tokens: int
-    dtype: str
-
-    @classmethod
-    def of(cls, config: ModelConfig, weights: Weights, block_size_tokens: int, positions: int) -> "KvShape":
-        dtype = str(weights.embedding.dtype).removeprefix("torch.")
-        digest = compatibility_of(config, weights, positions)
-        return cls(digest, config.layers, config.kv_heads, config.head_dim, block_size_tokens, dtype)
-
-    def expectation(self, scope: bytes) -> Expectation:
-        """What a pull into this worker asks for, for a chain with that root."""
-        return Expectation(
-            self.compatibility,
-            scope,
-            Span.all(self.layers),
-            Span.all(self.kv_heads),
-            self.head_dim,
-            self.head_dim,
-            self.block_size_tokens,
-            self.dtype,
-        )
+def shape_of(config: ModelConfig, weights: Weights, block_size_tokens: int, positions: int) -> KvShape:
+    """Of a worker that serves `positions` tokens at most."""
+    dtype = str(weights.embedding.dtype).removeprefix("torch.")
+    digest = compatibility_of(config, weights, positions)
+    return KvShape(digest, config.layers, config.kv_heads, config.head_dim, block_size_tokens, dtype)
 
 
 def compatibility_of(config: ModelConfig, weights: Weights, positions: int) -> bytes:
