@@ -126,6 +126,11 @@ class MemoryIndex:
         state = self._holders.get(holder)
         return state.sequence if state else None
 
+    def blocks_held(self, holder: Holder, tier: Tier) -> int:
+        """How many blocks the holder has in the tier: `holdings`, counted and not looked at."""
+        state = self._holders.get(holder)
+        return sum(self._held[slot] for (held, _), slot in state.slots.items() if held == tier) if state else 0
+
     def holdings(self, holder: Holder, tier: Tier) -> Iterator[PrefixHash]:
         state = self._holders.get(holder)
         slots = [slot for (at, _), slot in state.slots.items() if at == tier] if state else []

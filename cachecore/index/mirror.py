@@ -97,6 +97,9 @@ class MirrorIndex:
             return self._publisher.sequence(holder)
         return self._feed.follower(holder).sequence(holder)
 
+    def blocks_held(self, holder: Holder, tier: Tier) -> int:
+        return self._copy.blocks_held(holder, tier)
+
     def holdings(self, holder: Holder, tier: Tier) -> Iterator[PrefixHash]:
         return self._copy.holdings(holder, tier)
 
