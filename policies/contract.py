@@ -12,10 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from random import Random
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from policies.legs import Legs
 from policies.transfer import PullOption, PullReport, Pulls
+
+if TYPE_CHECKING:
+    from policies.bursts import Burst
 
 
 class Evidence(StrEnum):
@@ -47,7 +50,21 @@ class WorkerLoad(Protocol):
     running_context_tokens: int
     """Prompt and output tokens of the requests that decode now."""
     placed: float
-    """Requests it has been given lately, in units of `FleetRates.placed_unit`."""
+    """Seconds of work it has been given lately, in units of `FleetRates.placed_unit`: of each request its prefill, or
+    its share of the engine's slots for as long as it holds one, whichever is more."""
+    kv_tokens: int
+    """Its KV memory; zero while unknown."""
+    fill: float
+    """Share of its KV memory that cached blocks take, used or not; one while unknown."""
+
+    @property
+    def kv_share(self) -> float:
+        """Share of its KV memory that requests in flight need; zero while its size is unknown."""
+        ...
+
+    def kv_pressure(self) -> float:
+        """Requests held up for want of KV memory, for each unit by which work on it lasts longer."""
+        ...
 
     def wait_seconds(self, now: float) -> float:
         """Predicted time until a request dispatched now would start its prefill."""
@@ -88,6 +105,8 @@ class WorkerView:
     evidence: Evidence = Evidence.NONE
     capacity_requests: int = 0
     """Requests it takes at once; 0 when unknown."""
+    context_tokens_max: int = 0
+    """Prompt and output that it takes; 0 when unknown."""
 
 
 class Query(NamedTuple):
@@ -99,6 +118,8 @@ class Query(NamedTuple):
     session: str = ""
     """Key of a conversation or user, for policies that stick to it."""
     priority: int = 0
+    held_seconds: float | None = None
+    """How long it has been made to wait for a prefill of others (`Decision.hold_seconds`); None where it cannot be."""
 
 
 class FleetRates(NamedTuple):
@@ -111,7 +132,7 @@ class FleetRates(NamedTuple):
     """tau * arrivals_per_second."""
     tau_seconds: float = 30.0
     placed_unit: float = 1.0
-    """What one request counts in `WorkerLoad.placed`, if placed now; those placed before have decayed with tau."""
+    """What one second counts in `WorkerLoad.placed`, if placed now; what was placed before has decayed with tau."""
 
 
 class Snapshot(NamedTuple):
@@ -121,6 +142,8 @@ class Snapshot(NamedTuple):
     rates: FleetRates = FleetRates()
     pulls: Pulls | None = None
     """What could be pulled instead of computed; None when nothing can."""
+    burst: "Burst | None" = None
+    """Who computes now what nobody has of the prompt; None where nothing can be pulled, or somebody has all of it."""
 
 
 @dataclass(slots=True)
@@ -139,6 +162,10 @@ class Decision:
     """One for each worker of the snapshot, in its order; empty when the policy does not score. Smaller is better."""
     pull: PullOption | None = None
     """What the worker had best pull, where the policy looked at that."""
+    hold_seconds: float = 0.0
+    """Positive: it had best not be sent anywhere yet, but decided again after so long."""
+    burst: "Burst | None" = None
+    """What is under way of its prompt, where the policy looked at that."""
 
     @property
     def reason(self) -> str:

@@ -1,20 +1,21 @@
 """Send each request where it costs least: its own predicted time to first token, and the delay its work causes others.
 
-    cost = wait + (1 + price) * crowding * S
+    cost = wait + (1 + price) * crowding * S        less what a pull saves (`policies.transfer`)
 
 S is the predicted prefill of the tokens that the worker does not have, `wait` its backlog, `price` the load-dependent
-worth of a second of work, `crowding` how much more the worker was given of late than the least used one
+worth of a second of work, `crowding` how much more work the worker was given of late than the least used one
 (`policies.pricing`). When idle the price is nothing and a request simply starts soonest, which also replicates hot
 prefixes; near saturation work is dear and cached tokens win over short queues.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from random import Random
 
+from policies.bursts import await_pulls, go_or_wait
 from policies.choice import fewest_requests, label, milliseconds, stickiest
 from policies.contract import Decision, Evidence, Query, Snapshot, WorkerView
-from policies.pricing import crowding_each, expected_each, slot_price, work_price
+from policies.pricing import crowding_each, expected_each, kv_price, slot_price, work_price
 from policies.transfer import PullOption
 
 TIE_SECONDS = 0.0002
@@ -29,6 +30,7 @@ _CACHED = {
     Evidence.HISTORY.value: "sent there before",
     Evidence.NONE.value: "cached",
 }
+_NO_PULLS: Mapping[int, PullOption] = {}
 
 
 class KvAware:
@@ -37,24 +39,25 @@ class KvAware:
     name = "kv-aware"
 
     def decide(self, query: Query, snapshot: Snapshot, random: Random) -> Decision:
-        now, workers, rates, options = snapshot
+        now, workers, rates, options, burst = snapshot
         waits, works = expected_each(query, workers, now)
-        price, slots = work_price(rates, min(waits)), slot_price(workers)
+        if burst is not None and burst.pulls:
+            await_pulls(workers, now, burst, waits)
+        pulled = options is not None or burst is not None
+        price, slots = work_price(rates, min(waits), pulled) + kv_price(workers), slot_price(workers)
         weight = 1.0 + (price if price > slots else slots)
         costs = crowding_each(workers, rates)
         for index, crowding in enumerate(costs):
             costs[index] = waits[index] + weight * crowding * works[index]
-        pull = None
-        if options is not None:
-            pulls = options.lower(workers, waits, works, costs)
-            best = _pick(query, workers, costs, random)
-            pull = pulls.get(best)
-        else:
-            best = _pick(query, workers, costs, random)
+        pulls = options.lower(workers, waits, works, costs) if options is not None else _NO_PULLS
+        best, hold_seconds = _pick(query, workers, costs, random), 0.0
+        if burst is not None and (burst.builders or burst.pulls) and best not in pulls:
+            best, hold_seconds = go_or_wait(query, workers, now, burst, works, costs, best)
+        pull = pulls.get(best)
         view, work = workers[best], works[best]
         explain = partial(_explain, query, workers, view.matched_tokens, view.evidence, waits, works, costs, best, pull)
         ttft = waits[best] + work - (pull.saved_seconds if pull is not None else 0.0)
-        return Decision(view, explain, ttft * 1e3, work, waits, costs, pull)
+        return Decision(view, explain, ttft * 1e3, work, waits, costs, pull, hold_seconds, burst)
 
 
 def _pick(query: Query, workers: Sequence[WorkerView], costs: Sequence[float], random: Random) -> int:

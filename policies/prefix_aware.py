@@ -10,6 +10,7 @@ from random import Random
 
 from policies.choice import label, least_loaded
 from policies.contract import Decision, Query, Snapshot, WorkerView
+from policies.filters import with_room
 
 MATCH_SHARE_MIN = 0.25
 """Of the prompt; a shorter match counts as a miss."""
@@ -25,7 +26,7 @@ class PrefixAware:
     name = "prefix-aware"
 
     def decide(self, query: Query, snapshot: Snapshot, random: Random) -> Decision:
-        workers = snapshot.workers
+        workers = with_room(snapshot.workers)
         least = max(MATCH_SHARE_MIN * query.prompt_tokens, 1.0)
         matching = [view for view in workers if view.matched_tokens >= least]
         eligible = _within_bounds(matching, workers)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from random import Random
 
 from policies.contract import Decision, Query, Snapshot, WorkerView
+from policies.filters import with_room
 from policies.state.inflight import WorkerKey
 
 _FORGOTTEN_MIN = 256
@@ -23,7 +24,7 @@ class RoundRobin:
         self._turn = 0
 
     def decide(self, query: Query, snapshot: Snapshot, random: Random) -> Decision:
-        workers, last = snapshot.workers, self._turns
+        workers, last = with_room(snapshot.workers), self._turns
         turns = [last.get((view.name, view.rank), 0) for view in workers]
         oldest = min(turns)
         chosen = workers[turns.index(oldest)]

@@ -13,6 +13,7 @@ from random import Random
 
 from policies.choice import label, least_loaded
 from policies.contract import Decision, Query, Snapshot, WorkerView
+from policies.filters import with_room
 from policies.state.inflight import WorkerKey
 
 LOAD_RATIO = 1.25
@@ -73,7 +74,7 @@ class Session:
         self._ring = HashRing()
 
     def decide(self, query: Query, snapshot: Snapshot, random: Random) -> Decision:
-        workers = snapshot.workers
+        workers = with_room(snapshot.workers)
         if not query.session:
             return Decision(least_loaded(workers, random), "no session key; the least outstanding")
         by_key = {(view.name, view.rank): view for view in workers}

@@ -152,6 +152,8 @@ class Load(Protocol):
 
     @property
     def running_context_tokens(self) -> int: ...
+    @property
+    def fill(self) -> float: ...
 
     def wait_seconds(self, now: float) -> float: ...
 
@@ -202,13 +204,19 @@ class Pulls:
     def lower(
         self, workers: Sequence[Candidate], waits: Sequence[float], works: Sequence[float], costs: list[float]
     ) -> Mapping[int, PullOption]:
-        """Take from the costs what pulls save, wherever that can bring out another best; which pulls, by candidate.
+        """Take from the costs, which are wait + weight * work, what pulls save, wherever that can bring out another
+        best; which pulls, by candidate.
 
-        What is saved is the request's own time. The price of the work stays: what is pulled takes the room in the
-        cache that computing it would have taken, and drives out as much.
+        What is saved is the request's own time. The price of the work, weight - 1, is saved as far as the cache there
+        is empty: what is pulled takes the room that computing it would have taken, and drives out as much.
         """
         best = min(costs)
-        hopes = [(costs[index] - self._hope(view, works[index]), index) for index, view in enumerate(workers)]
+        hopes: list[tuple[float, int]] = []
+        for index, view in enumerate(workers):
+            before, cost, fill = works[index], costs[index], view.load.fill
+            spared = (1.0 - fill) * ((cost - waits[index]) / before - 1.0) if fill < 1.0 and before > 0.0 else 0.0
+            if cost - before * (1.0 + spared) < best:  # else not even all of it would help
+                hopes.append((cost - self._hope(view, before) * (1.0 + spared), index))
         options: dict[int, PullOption] = {}
         hopes.sort()
         for hope, index in hopes[:LOOKS_MAX]:
@@ -217,6 +225,10 @@ class Pulls:
             option = self.option(workers[index], waits[index])
             if option is not None:
                 options[index] = option
+                before, fill = works[index], workers[index].load.fill
+                if fill < 1.0 and before > 0.0:
+                    price = (costs[index] - waits[index]) / before - 1.0
+                    costs[index] -= price * (1.0 - fill) * max(before - option.prefill_seconds, 0.0)
                 costs[index] -= option.saved_seconds
                 best = min(best, costs[index])
         return options

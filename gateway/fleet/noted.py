@@ -25,6 +25,7 @@ from gateway.fleet.notes import (
 from policies.state.chains import ChainStore
 from policies.state.history import RoutingHistory
 from policies.state.inflight import AnswerSample, InflightAccounting, PrefillSample, WorkerKey
+from policies.state.pins import PinnedChains
 from policies.state.predictions import PredictedInsertions
 
 NOTES_MAX = 16_384
@@ -79,8 +80,8 @@ class Outbox:
 
 
 class NotedAccounting(InflightAccounting):
-    def __init__(self, outbox: Outbox) -> None:
-        super().__init__()
+    def __init__(self, outbox: Outbox, pins: PinnedChains | None = None) -> None:
+        super().__init__(pins=pins)
         self._outbox = outbox
         self._note = outbox.notes.append
 

@@ -264,6 +264,7 @@ class PeerBook:
         if self._knows(note):
             request_id, key = f"{peer.gateway}/{note.request_id}", (note.worker, note.rank)
             PredictedInsertions.predict(self._predictions, request_id, key, note.chain, now)
+            self._accounting.pin(request_id, note.chain)
 
     def _withdrawn(self, peer: _Peer, note: Withdrawn, now: float) -> None:
         PredictedInsertions.cancel(self._predictions, f"{peer.gateway}/{note.request_id}")

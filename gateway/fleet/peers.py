@@ -25,6 +25,7 @@ from gateway.fleet.knowledge import Knowledge
 from gateway.fleet.noted import HoldersOf, NotedAccounting, NotedHistory, NotedPredictions, Outbox
 from gateway.fleet.notes import DirectoryChanged, Leaving, Note, Wanted, encode, signature
 from gateway.fleet.peerbook import BookCounts, PeerBook, PeerView
+from policies.state.pins import PinnedChains
 
 logger = logging.getLogger("ropeway.peers")
 
@@ -103,7 +104,7 @@ class Peers:
         self._clock = clock
         self._signature = signature(gateway, self.run_id)
         self._outbox = outbox = Outbox(holders_of)
-        knowledge.accounting = self._accounting = NotedAccounting(outbox)
+        knowledge.accounting = self._accounting = NotedAccounting(outbox, PinnedChains(ChainMultiset()))
         knowledge.predictions = NotedPredictions(ChainMultiset(), outbox)
         knowledge.history = NotedHistory(ChainMultiset(), outbox)
         self._book = PeerBook(gateway, self._accounting, knowledge.predictions, knowledge.history, holders_of)

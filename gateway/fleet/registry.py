@@ -56,7 +56,10 @@ class Fleet:
         self._knowledge = knowledge
         self._streams = streams
         self._epochs = epochs or OwnEpochs()
-        self._http = httpx.AsyncClient(timeout=probes.timeout_seconds, trust_env=False)
+        # Each worker is asked a few things at a time: none waits for a connection because others do not answer.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=WORKERS_MAX)
+        timeout = httpx.Timeout(probes.timeout_seconds, pool=None)
+        self._http = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False)
         self._tasks: dict[WorkerRecord, asyncio.Task[None]] = {}
         self._scrutinies: dict[WorkerRecord, Scrutiny] = {}
         self._budget = SampleBudget()
@@ -348,7 +351,7 @@ class Fleet:
         ranks = discovery.events.ranks if discovery.events else 1
         record.holders = tuple(record.holder(rank) for rank in range(min(ranks, RANKS_MAX)))
         for holder in record.holders:
-            self._knowledge.declare_capacity(holder, discovery.capacity_requests)
+            self._knowledge.declare_capacity(holder, discovery.capacity_requests, discovery.kv_tokens)
         record.load = None
         pool = self._join_pool(record, discovery)
         if pool.refresh_block_size():

@@ -19,6 +19,15 @@ all slots taken one becomes free every R / capacity seconds, R being how long a 
 R is learned from durations, which hold the same wait: duration = R * (1 + excess at dispatch / capacity). It needs no
 first token, so answers in one piece teach it too.
 
+And it has KV memory, C tokens. A request needs its prompt and its output from dispatch to end; what siblings share
+counts once (`pin`). With u the share of C that is needed, b each request's tokens and n requests that decode, the
+memory is short with probability Q (normal, the requests independent), and a queue for it drains at the rate 1 - u.
+Work delays the n, so their memory comes back later, and holds up
+
+    kv pressure = n * Q(z) / (1 - u + 1/n)        z = (1 - u) * C / sqrt(sum b^2)        Q(z) = erfc(z / sqrt 2) / 2
+
+requests for each relative unit of delay (docs/decisions/policy.md).
+
 Calibration reads the same records. Engines batch: eight prompts may get their first tokens in one step, so the service
 time of ONE request means little. What is observed is a stretch of uninterrupted prefill work: its duration beside the
 sum of what the uncalibrated prior says of its requests (`PrefillSample`). The prior and not the prediction, because the
@@ -30,10 +39,13 @@ no first token, the durations of whole answers teach the scale of the priors (`A
 """
 
 from heapq import heappop, heappush
-from math import exp
-from typing import NamedTuple
+from math import erfc, exp, sqrt
+from typing import TYPE_CHECKING, NamedTuple
 
 from policies.contract import FleetRates
+
+if TYPE_CHECKING:
+    from policies.state.pins import PinnedChains
 
 WorkerKey = tuple[str, int]
 """Name and data-parallel rank."""
@@ -78,10 +90,13 @@ class _Request:
 
     __slots__ = (
         "account",
+        "block_size_tokens",
+        "chain",
         "context_tokens",
         "crowding",
         "dispatched_at",
         "in_one_piece",
+        "kv_tokens",
         "output_tokens_max",
         "prefill_seconds",
         "prior_seconds",
@@ -98,8 +113,12 @@ class _Request:
         prior_seconds: float | None,
         now: float,
         in_one_piece: bool,
+        kv_tokens: int,
     ) -> None:
         self.account = account
+        self.kv_tokens = kv_tokens
+        self.chain = b""
+        self.block_size_tokens = 0
         self.in_one_piece = in_one_piece
         self.dispatched_at = now
         self.crowding = account._crowding(now) if account.capacity_requests else 1.0
@@ -119,16 +138,22 @@ class WorkerAccount:
         "_first_token_at",
         "_foreign",
         "_foreign_until",
+        "_kv_pressure",
+        "_kv_squares",
         "_queue",
         "_reported_full",
         "_stretch_at",
         "_stretch_requests",
         "_stretch_seconds",
         "_wait_seconds_min",
+        "block_size_tokens",
         "capacity_requests",
         "dispatched",
+        "fill",
         "inflight",
         "inflight_tokens",
+        "kv_held_tokens",
+        "kv_tokens",
         "name",
         "outstanding_prefill_seconds",
         "placed",
@@ -152,6 +177,15 @@ class WorkerAccount:
         """Requests it runs at once; 0 while unknown."""
         self.slot_seconds = slot_seconds
         """How long a request holds its slot; 0 while unknown."""
+        self.kv_tokens = 0
+        """Its KV memory; 0 while unknown."""
+        self.kv_held_tokens = 0
+        """What its requests in flight need of that, until they have ended."""
+        self.block_size_tokens = 0
+        """Of the chains that are pinned; 0 before the first."""
+        self.fill = 1.0
+        self._kv_squares = 0
+        self._kv_pressure: float | None = 0.0
         self._foreign = 0
         self._foreign_until = 0.0
         self._reported_full = 0
@@ -183,9 +217,32 @@ class WorkerAccount:
             wait = max(wait, self.slot_seconds * (self._crowding(now) - 1.0))
         return wait
 
-    def new_life(self, capacity_requests: int) -> None:
-        """The engine has started (again), and runs so many requests at once; 0 when it does not say."""
+    @property
+    def kv_share(self) -> float:
+        return self.kv_held_tokens / self.kv_tokens if self.kv_tokens else 0.0
+
+    def kv_pressure(self) -> float:
+        """See the module's opening. Computed once after each change."""
+        pressure = self._kv_pressure
+        if pressure is None:
+            pressure = self._kv_pressure = self._compute_kv_pressure()
+        return pressure
+
+    def _compute_kv_pressure(self) -> float:
+        running = self.inflight - self.waiting
+        if not self.kv_tokens or running < 1:
+            return 0.0
+        free = max(1.0 - self.kv_held_tokens / self.kv_tokens, 0.0)
+        short = 0.5 * erfc(free * self.kv_tokens / sqrt(2.0 * max(self._kv_squares, 1.0)))
+        return running * short / (free + 1.0 / running)
+
+    def new_life(self, capacity_requests: int, kv_tokens: int = 0) -> None:
+        """The engine has started (again), runs so many requests at once and has so much KV memory; 0 when it does not
+        say."""
         self.capacity_requests = capacity_requests
+        self.kv_tokens = kv_tokens
+        self.fill = 1.0
+        self._kv_pressure = None
         self._foreign = self._reported_full = 0
 
     def report(self, running: int, waiting: int, inflight_max: int, until: float) -> None:
@@ -225,11 +282,15 @@ class WorkerAccount:
         self.dispatched += 1
         self.outstanding_prefill_seconds += request.prefill_seconds
         self.inflight_tokens += request.prompt_tokens
+        self.kv_held_tokens += request.kv_tokens
+        self._kv_squares += request.kv_tokens * request.kv_tokens
+        self._kv_pressure = None
 
     def _leave_queue(self, request: _Request) -> None:
         request.waiting = False
         del self._queue[request]
         self.waiting -= 1
+        self._kv_pressure = None
         if self.waiting:
             outstanding = max(self.outstanding_prefill_seconds - request.prefill_seconds, 0.0)
             self.outstanding_prefill_seconds = outstanding
@@ -264,6 +325,9 @@ class WorkerAccount:
         self.inflight -= 1
         self.inflight_tokens -= request.prompt_tokens
         self.running_context_tokens -= request.context_tokens
+        self.kv_held_tokens -= request.kv_tokens
+        self._kv_squares -= request.kv_tokens * request.kv_tokens
+        self._kv_pressure = None
 
     def _start_stretch(self, now: float) -> None:
         self._stretch_at, self._stretch_seconds, self._stretch_requests = now, 0.0, 0
@@ -285,17 +349,21 @@ class InflightAccounting:
     the memory or keep a worker looking busy for ever.
     """
 
-    def __init__(self, tau_seconds: float = 30.0, requests_max: int = REQUESTS_MAX) -> None:
+    def __init__(
+        self, tau_seconds: float = 30.0, requests_max: int = REQUESTS_MAX, pins: "PinnedChains | None" = None
+    ) -> None:
+        """`pins`: what tells shared blocks apart; without, every request is taken to have all of its own."""
         if tau_seconds <= 0 or requests_max < 1:
             raise ValueError("tau_seconds and requests_max must be positive")
         self.tau_seconds = tau_seconds
         self.requests_max = requests_max
+        self.pins = pins
         self.unknown = 0
         self.dropped = 0
         self.output_tokens_mean = OUTPUT_TOKENS_PRIOR
         self.slot_seconds_mean = 0.0
         self._unit = 1.0
-        """What a request placed now counts: weights grow instead of sums decaying, so that nobody is visited."""
+        """What a second placed now counts: weights grow instead of sums decaying, so that nobody is visited."""
         self._accounts: dict[WorkerKey, WorkerAccount] = {}
         self._requests: dict[str, _Request] = {}
         self._hidden: list[tuple[float, str]] = []
@@ -360,12 +428,39 @@ class InflightAccounting:
         wait_seconds = account.wait_seconds(now)
         if in_one_piece:
             heappush(self._hidden, (now + wait_seconds + prefill_seconds, request_id))
-        request = _Request(account, prompt_tokens, prefill_seconds, output_tokens_max, prior_seconds, now, in_one_piece)
+        kv_tokens = prompt_tokens + self._output_tokens(output_tokens_max)
+        request = _Request(
+            account, prompt_tokens, prefill_seconds, output_tokens_max, prior_seconds, now, in_one_piece, kv_tokens
+        )
         requests[request_id] = request
         account._dispatch(request, now, wait_seconds)
-        account.placed += self._unit
         self._arrivals += 1.0
         self._work_seconds += prefill_seconds
+        slots = account.capacity_requests
+        slot_seconds = account.slot_seconds / slots if slots else 0.0
+        account.placed += self._unit * (prefill_seconds if prefill_seconds > slot_seconds else slot_seconds)
+
+    def pin(self, request_id: str, chain: bytes, block_size_tokens: int = 0) -> None:
+        """What a request in flight needs is known by name: what its worker's others share counts once. Of no use where
+        its KV memory is not known, and done nothing there. `block_size_tokens`: the worker's last one when 0."""
+        request = self._requests.get(request_id)
+        if request is None or request.chain or self.pins is None or not chain:
+            return
+        account = request.account
+        if block_size_tokens:
+            account.block_size_tokens = block_size_tokens
+        if account.kv_tokens and account.block_size_tokens:
+            request.chain, request.block_size_tokens = chain, account.block_size_tokens
+            shared = self.pins.pin((account.name, account.rank), chain) * request.block_size_tokens
+            account.kv_held_tokens -= min(shared, request.prompt_tokens)
+            account._kv_pressure = None
+
+    def _unpin(self, request: _Request) -> None:
+        """What it has shared is the others' now."""
+        if self.pins is not None:
+            account = request.account
+            shared = self.pins.unpin((account.name, account.rank), request.chain) * request.block_size_tokens
+            account.kv_held_tokens += min(shared, request.prompt_tokens)
 
     def first_token(self, request_id: str, now: float) -> PrefillSample | None:
         """The first token of a request has arrived; later calls change nothing.
@@ -391,10 +486,12 @@ class InflightAccounting:
 
     def _set_context(self, request: _Request) -> None:
         # No call per token: a decoding request is taken to be half-way through the output that is usual here.
-        output = self.output_tokens_mean
-        if 0 < request.output_tokens_max < output:
-            output = request.output_tokens_max
-        request.context_tokens = request.prompt_tokens + int(output / 2)
+        request.context_tokens = request.prompt_tokens + self._output_tokens(request.output_tokens_max) // 2
+
+    def _output_tokens(self, output_tokens_max: int) -> int:
+        """What is usual here, within what the client allows."""
+        output = int(self.output_tokens_mean)
+        return output_tokens_max if 0 < output_tokens_max < output else output
 
     def finish(
         self, request_id: str, now: float, output_tokens: int = 0, answered: bool = False
@@ -408,7 +505,7 @@ class InflightAccounting:
         if request is None:
             self.unknown += 1
             return None
-        request.account._finish(request)
+        self._retire(request)
         if output_tokens:
             self.output_tokens_mean += _OUTPUT_WEIGHT * (output_tokens - self.output_tokens_mean)
         if not (answered or output_tokens):
@@ -447,6 +544,8 @@ class InflightAccounting:
         )
 
     def _retire(self, request: _Request) -> None:
+        if request.chain:
+            self._unpin(request)
         request.account._finish(request)
 
     def _decay(self, now: float) -> None:

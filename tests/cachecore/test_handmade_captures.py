@@ -134,6 +134,22 @@ def test_removals_say_where_the_blocks_were() -> None:
     assert pulled(decoder, {"type": "removed", "block_hashes": [1]}) == []
 
 
+def test_ranks_are_told_apart_by_what_their_events_say() -> None:
+    decoder = TrtllmEvents(PAGE, rank=1)
+    events = [
+        {"event_id": number, "data": handmade.trtllm_stored(None, block(name)), **more}
+        for number, name, more in (
+            (7, 1, {"attention_dp_rank": 0}),
+            (3, 2, {"attention_dp_rank": 1}),
+            (4, 3, {}),
+            (8, 4, {"attention_dp_rank": 0}),
+        )
+    ]
+    answer = decoder.decode(msgspec.json.encode(events))
+    assert [event.block_hashes for event in answer.batch.events] == [(2,), (3,)]  # type: ignore[union-attr]
+    assert (answer.first_id, answer.last_id, answer.other_rank, answer.batch.rank) == (3, 4, 2, None)
+
+
 def test_what_it_remembers_is_bounded_and_what_it_forgets_counts_as_removed() -> None:
     decoder = TrtllmEvents(PAGE, blocks_max=32)
     events = [pulled(decoder, handmade.trtllm_stored(None, block(number))) for number in range(40)]

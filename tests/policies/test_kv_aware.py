@@ -69,7 +69,7 @@ def test_cost_is_wait_plus_priced_work(fleet):
     price = 0.25 / (0.5 + 1 / 60)  # the floor; b has no wait, so nothing is congested
     work_a = workers.model.prefill_seconds(400, 1600)
     work_b = workers.model.prefill_seconds(2000, 0)
-    crowding = 2.0  # a was given a request, b none
+    crowding = (0.25 + 0.2) / 0.25  # a was given 0.2 s of work and b none; a mean request has 0.25 s
     assert decision.costs == pytest.approx([0.15 + (1 + price) * crowding * work_a, (1 + price) * work_b])
     assert decision.worker.name == "b"
     assert decision.predicted_ttft_ms == pytest.approx(work_b * 1e3)
@@ -100,6 +100,26 @@ def test_full_slots_make_work_dear(fleet):
     price = (14 / 16) ** sqrt(18) / (2 / 16 + 1 / 16)
     work = workers.model.prefill_seconds(400, 1600, workers.inflight.account("a").running_context_tokens)
     assert decision.costs[0] == pytest.approx((1 + price) * work)
+
+
+def test_short_kv_memory_makes_work_dear(fleet):
+    """Twelve decoding requests need almost all of it on either worker: whoever has the prompt gets it, queue or not."""
+    workers = fleet("ab")
+    workers.matched = {"a": 1600}
+    for name in "ab":
+        for number in range(12):
+            workers.inflight.dispatch(f"{name}{number}", name, 0, 0.0, 2000, 0.0)
+            workers.inflight.first_token(f"{name}{number}", 0.0)
+    workers.busy("a", 1, prefill_seconds=0.3)
+    snapshot = workers.snapshot(0.0, FleetRates())
+    ample = POLICY.decide(Query(2000), snapshot, workers.random)
+    for name in "ab":
+        workers.inflight.account(name).new_life(0, 30_000)
+    short = POLICY.decide(Query(2000), snapshot, workers.random)
+    assert (ample.worker.name, short.worker.name) == ("b", "a")
+    pressure = workers.inflight.account("b").kv_pressure()
+    assert pressure < workers.inflight.account("a").kv_pressure()
+    assert short.costs[1] / ample.costs[1] == pytest.approx(1 + pressure)
 
 
 def test_a_fleet_that_leans_to_one_side_is_set_upright(fleet):

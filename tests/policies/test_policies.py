@@ -7,7 +7,7 @@ import pytest
 
 from policies import POLICIES, create
 from policies.contract import Evidence, Query
-from policies.filters import with_room
+from policies.filters import long_enough, with_room
 from policies.session import HashRing, load_limit
 
 
@@ -217,3 +217,26 @@ def test_filter_keeps_those_with_room_and_never_refuses(fleet):
     workers.busy("c", 5)
     assert [view.name for view in with_room(views)] == ["a", "b", "c"]
     assert [view.name for view in with_room(workers.snapshot().workers)] == ["a", "b", "c"]
+
+
+def test_filter_keeps_those_whose_context_is_long_enough(fleet):
+    views = fleet("abc").snapshot().workers
+    views[0].context_tokens_max, views[1].context_tokens_max = 1000, 2000
+    assert [view.name for view in long_enough(Query(900, output_tokens_max=100), views)] == ["a", "b", "c"]
+    assert [view.name for view in long_enough(Query(901, output_tokens_max=100), views)] == ["b", "c"]
+    assert [view.name for view in long_enough(Query(5000), views)] == ["c"]
+    assert [view.name for view in long_enough(Query(5000), views[:2])] == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", ["round-robin", "least-loaded", "session", "prefix-aware"])
+def test_who_is_full_is_passed_over_by_those_that_price_no_slots(fleet, name):
+    workers = fleet("ab")
+    workers.matched = {"a": 900}
+    workers.busy("a", 2, prompt_tokens=1)
+    workers.busy("b", 1, prompt_tokens=9999)
+    views = workers.snapshot().workers
+    views[0].capacity_requests, views[1].capacity_requests = 2, 2
+    snapshot = workers.snapshot()._replace(workers=views)
+    policy = create(name)
+    sessions = [f"s{number}" for number in range(20)]
+    assert {policy.decide(Query(1000, session=s), snapshot, workers.random).worker.name for s in sessions} == {"b"}

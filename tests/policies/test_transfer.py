@@ -315,3 +315,16 @@ def test_learned_links_decide() -> None:
     for _ in range(60):
         estimates.observe_link("a", "b", 160_000_000, 0.02, 0.0)
     assert decide() is not None
+
+
+@pytest.mark.parametrize(("fill", "spared"), [(1.0, 0.0), (0.25, 0.75), (0.0, 1.0)])
+def test_what_is_pulled_into_an_empty_cache_is_spared_the_price_of_work(fill: float, spared: float) -> None:
+    """Work is dear: its weight is three. What the pull leaves to compute stays dear."""
+    account = WorkerAccount("idle", 0)
+    account.fill = fill
+    work = PREFILL.prefill_seconds(16_000, 0)
+    costs = [3.0 * work]
+    pulls = Pulls(16_000, 15_984, Offers(supply(15_984), Link(0.005, 12.5e9)), UNBOUNDED)
+    option = pulls.lower([View("idle", account)], [0.0], [work], costs)[0]
+    price = 2.0 * (work - spared * (work - option.prefill_seconds))
+    assert costs[0] == pytest.approx(work - option.saved_seconds + price)

@@ -37,13 +37,17 @@ class _TransferInfo(msgspec.Struct, frozen=True):
 
 def read_server_info(info: Mapping[str, Any], discovery: Discovery, ask: Questions) -> None:
     """Write down what a worker of ours says of itself."""
-    epoch, block_size, capacity = (info.get(key) for key in ("epoch", "block_size", "max_num_seqs"))
+    epoch, block_size, capacity, blocks = (
+        info.get(key) for key in ("epoch", "block_size", "max_num_seqs", "blocks_total")
+    )
     if isinstance(epoch, int):
         discovery.epoch = epoch
     if isinstance(block_size, int):
         discovery.block_size_tokens = block_size
     if isinstance(capacity, int) and capacity > 0:
         discovery.capacity_requests = capacity
+    if isinstance(block_size, int) and isinstance(blocks, int) and blocks > 0:
+        discovery.kv_tokens = blocks * block_size
     discovery.tokenizer_fingerprint = str(info.get("tokenizer_fingerprint") or "")
     discovery.version = str(info.get("engine") or "")
     model, revision = info.get("model"), info.get("revision")

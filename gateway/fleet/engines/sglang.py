@@ -97,6 +97,7 @@ def _read_server_info(info: Mapping[str, Any], discovery: Discovery, ask: Questi
     discovery.version = str(info.get("version") or "")
     discovery.block_size_tokens = _count(info, "page_size") * (_count(info, "dcp_size") or 1)
     discovery.capacity_requests = _count(info, "max_running_requests")
+    discovery.kv_tokens = _count(info, "max_total_num_tokens")
     discovery.caches_prefixes = info.get("disable_radix_cache") is not True
     length = _count(info, "context_length")
     discovery.max_model_len = min(filter(None, (length, discovery.max_model_len)), default=0)

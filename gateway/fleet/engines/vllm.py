@@ -164,6 +164,8 @@ def _read_metrics(metrics: Metrics, discovery: Discovery) -> None:
     for labels in metrics.labels("vllm:cache_config_info"):
         size = labels.get("block_size", "")
         discovery.block_size_tokens = int(size) if size.isdigit() else 0
+        blocks = labels.get("num_gpu_blocks", "")
+        discovery.kv_tokens = int(blocks) * discovery.block_size_tokens if blocks.isdigit() else 0
         discovery.caches_prefixes = labels.get("enable_prefix_caching", "True") != "False"
     discovery.asleep = metrics.labelled("vllm:engine_sleep_state", "sleep_state", "awake") == 0
 

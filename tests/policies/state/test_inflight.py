@@ -1,10 +1,13 @@
-from math import exp
+from math import exp, sqrt
+from random import Random
+from statistics import NormalDist
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.state.inflight import AnswerSample, InflightAccounting, PrefillSample
+from policies.state.pins import PinnedChains
 
 
 @pytest.fixture
@@ -365,3 +368,86 @@ def test_accounts_balance(operations):
         assert account.wait_seconds(now) == 0.0
     rates = inflight.rates(now + 30 * 50, 3)
     assert rates.utilisation < 1e-12
+
+
+class TestKvMemory:
+    """What requests in flight need of a worker's memory: 10,000 tokens, blocks of 16."""
+
+    @pytest.fixture
+    def inflight(self, store):
+        accounting = InflightAccounting(pins=PinnedChains(store))
+        accounting.account("w").new_life(0, 10_000)
+        return accounting
+
+    def test_from_dispatch_to_end_with_the_usual_output(self, inflight):
+        account = inflight.account("w")
+        inflight.dispatch("r", "w", 0, 0.0, 1000, 0.1)
+        assert (account.kv_held_tokens, account.kv_share) == (1256, 0.1256)
+        inflight.first_token("r", 1.0)
+        assert account.kv_held_tokens == 1256
+        inflight.dispatch("short", "w", 0, 0.0, 1000, 0.1, output_tokens_max=10)
+        assert account.kv_held_tokens == 2266
+        inflight.finish("r", 2.0)
+        inflight.finish("short", 2.0)
+        assert (account.kv_held_tokens, account.kv_pressure()) == (0, 0.0)
+
+    def test_what_siblings_share_counts_once_until_the_last_has_ended(self, inflight, chain):
+        account = inflight.account("w")
+        for name, text in (("a", "abcd"), ("b", "abcx"), ("c", "ab")):
+            inflight.dispatch(name, "w", 0, 0.0, 16 * len(text), 0.1, output_tokens_max=1)
+            inflight.pin(name, chain(text), 16)
+        assert account.kv_held_tokens == 16 * 5 + 3
+        for name, left in (("a", 16 * 4 + 2), ("c", 16 * 4 + 1), ("b", 0)):
+            inflight.finish(name, 1.0)
+            assert account.kv_held_tokens == left
+
+    def test_what_has_no_names_counts_whole(self, inflight, chain):
+        inflight.dispatch("a", "w", 0, 0.0, 32, 0.1, output_tokens_max=1)
+        inflight.pin("a", chain("ab"))
+        assert inflight.account("w").kv_held_tokens == 33  # the size of a block is not known yet
+        inflight.dispatch("b", "w", 0, 0.0, 32, 0.1, output_tokens_max=1)
+        inflight.pin("b", chain("ab"), 16)
+        inflight.dispatch("c", "w", 0, 0.0, 32, 0.1, output_tokens_max=1)
+        inflight.pin("c", chain("ab"))
+        assert inflight.account("w").kv_held_tokens == 33 + 33 + 1
+
+    def test_nothing_is_pinned_where_memory_is_not_known(self, inflight, chain, store):
+        inflight.dispatch("a", "v", 0, 0.0, 32, 0.1)
+        inflight.pin("a", chain("ab"), 16)
+        inflight.pin("unheard", chain("ab"), 16)
+        assert store.counts == {}
+        assert (inflight.account("v").kv_share, inflight.account("v").kv_pressure()) == (0.0, 0.0)
+
+    @pytest.mark.parametrize("running", [1, 6, 7, 12])
+    def test_pressure_is_the_closed_form(self, inflight, running):
+        account = inflight.account("w")
+        for number in range(running):
+            inflight.dispatch(f"r{number}", "w", 0, 0.0, 1000, 0.1)
+            inflight.first_token(f"r{number}", 0.1)
+        inflight.dispatch("waiting", "w", 0, 0.0, 500, 0.1)
+        needed = 1256 * running + 756
+        free = max(1 - needed / 10_000, 0.0)
+        z = free * 10_000 / sqrt(running * 1256**2 + 756**2)
+        expected = running * NormalDist().cdf(-z) / (free + 1 / running)
+        assert account.kv_pressure() == pytest.approx(expected)
+        inflight.finish("waiting", 1.0)
+        assert account.kv_pressure() <= expected
+
+    def test_random_histories_end_empty(self, inflight, chain, store):
+        random, live, now = Random(3), [], 0.0
+        account = inflight.account("w")
+        for number in range(600):
+            now += 0.1
+            text = "".join(random.choice("ab") for _ in range(random.randrange(1, 6)))
+            if len(live) < 5 or random.random() < 0.5:
+                live.append((f"r{number}", text))
+                inflight.dispatch(f"r{number}", "w", 0, now, 16 * len(text), 0.1, output_tokens_max=1)
+                inflight.pin(f"r{number}", chain(text), 16)
+            else:
+                inflight.finish(live.pop(random.randrange(len(live)))[0], now)
+            distinct = {text[:end] for _, text in live for end in range(1, len(text) + 1)}
+            assert account.kv_held_tokens == 16 * len(distinct) + len(live)
+        for name, _ in live:
+            inflight.finish(name, now)
+        assert account.kv_held_tokens == 0
+        assert store.counts == {}

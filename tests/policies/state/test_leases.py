@@ -1,56 +1,66 @@
 import pytest
 
-from policies.state.leases import PrefillLeases
+from policies.state.leases import Leases
 
-A, B = ("a", 0), ("b", 0)
-
-
-def test_the_first_asker_computes_and_the_others_learn_whom_to_wait_for():
-    leases = PrefillLeases(ttl_seconds=2.0)
-    mine = leases.acquire(b"block", "r1", A, 0.0)
-    assert mine == (b"block", "r1", A, 2.0)
-    assert leases.acquire(b"block", "r2", B, 1.0) is mine
-    assert leases.holder(b"other", 1.0) is None
+A, B, C = ("a", 0), ("b", 0), ("c", 0)
 
 
-def test_a_released_or_expired_lease_is_free():
-    leases = PrefillLeases(ttl_seconds=2.0)
-    leases.acquire(b"x", "r1", A, 0.0)
+def test_two_compute_a_block_and_no_third():
+    leases = Leases()
+    assert leases.acquire(b"block", "r1", A, 2.0, 0.0)
+    assert leases.acquire(b"block", "r2", B, 3.0, 1.0)
+    assert not leases.acquire(b"block", "r3", C, 3.0, 1.0)
+    assert leases.of(b"block", 1.0) == ((b"block", "r1", A, 2.0), (b"block", "r2", B, 3.0))
+    assert leases.of(b"other", 1.0) == ()
+
+
+def test_a_released_lease_is_free():
+    leases = Leases(block_leases_max=1)
+    leases.acquire(b"x", "r1", A, 1.0, 0.0)
     leases.release("r1")
     leases.release("r1")
-    assert leases.acquire(b"x", "r2", B, 0.5).request_id == "r2"
-    assert leases.holder(b"x", 2.4).request_id == "r2"
-    assert leases.holder(b"x", 2.5) is None
+    assert leases.acquire(b"x", "r2", B, 1.0, 0.5)
     leases.release("r2")
+    assert (len(leases), leases.of(b"x", 0.5)) == (0, ())
+
+
+def test_who_is_late_is_believed_for_a_while():
+    leases = Leases(grace_seconds=2.0)
+    leases.acquire(b"x", "r1", A, 1.0, 0.0)
+    leases.acquire(b"x", "r2", B, 1.5, 0.0)
+    assert len(leases.of(b"x", 2.9)) == 2
+    assert [lease.key for lease in leases.of(b"x", 3.0)] == [B]
+    assert leases.acquire(b"x", "r3", C, 4.0, 3.0)
+    assert leases.of(b"x", 7.0) == ()
     assert len(leases) == 0
 
 
 def test_one_lease_a_request():
-    leases = PrefillLeases()
-    leases.acquire(b"x", "r1", A, 0.0)
-    leases.acquire(b"y", "r1", B, 0.0)
-    assert leases.holder(b"x", 0.0) is None
-    assert leases.holder(b"y", 0.0).key == B
+    leases = Leases()
+    leases.acquire(b"x", "r1", A, 1.0, 0.0)
+    leases.acquire(b"y", "r1", B, 1.0, 0.0)
+    assert leases.of(b"x", 0.0) == ()
+    assert [lease.key for lease in leases.of(b"y", 0.0)] == [B]
     assert len(leases) == 1
 
 
 def test_nobody_waits_for_a_worker_that_is_gone():
-    leases = PrefillLeases()
-    leases.acquire(b"x", "r1", A, 0.0)
-    leases.acquire(b"y", "r2", B, 0.0)
+    leases = Leases()
+    leases.acquire(b"x", "r1", A, 1.0, 0.0)
+    leases.acquire(b"y", "r2", B, 1.0, 0.0)
     leases.forget(A)
-    assert leases.holder(b"x", 0.0) is None
-    assert leases.holder(b"y", 0.0).request_id == "r2"
+    assert leases.of(b"x", 0.0) == ()
+    assert [lease.request_id for lease in leases.of(b"y", 0.0)] == ["r2"]
 
 
 def test_bounded_oldest_first():
-    leases = PrefillLeases(leases_max=3)
+    leases = Leases(leases_max=3)
     for number in range(5):
-        leases.acquire(b"%d" % number, f"r{number}", A, 0.0)
-    assert [leases.holder(b"%d" % number, 0.0) is not None for number in range(5)] == [False, False, True, True, True]
+        leases.acquire(b"%d" % number, f"r{number}", A, 1.0, 0.0)
+    assert [bool(leases.of(b"%d" % number, 0.0)) for number in range(5)] == [False, False, True, True, True]
 
 
-@pytest.mark.parametrize("arguments", [{"ttl_seconds": 0.0}, {"leases_max": 0}])
+@pytest.mark.parametrize("arguments", [{"grace_seconds": 0.0}, {"leases_max": 0}, {"block_leases_max": 0}])
 def test_refuses_nonsense(arguments):
     with pytest.raises(ValueError, match="must be positive"):
-        PrefillLeases(**arguments)
+        Leases(**arguments)

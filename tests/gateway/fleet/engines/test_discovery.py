@@ -21,6 +21,7 @@ def owned(owner: str) -> Any:
     [
         ({"/v1/models": owned("vllm")}, "uvicorn", "vllm"),
         ({"/v1/models": owned("sglang")}, "", "sglang"),
+        ({"/v1/models": owned("tensorrt_llm")}, "uvicorn", "trtllm"),
         ({"/v1/models": owned("llamacpp")}, "", "llamacpp"),
         ({"/v1/models": owned("ropeway")}, "", "ropeway"),
         ({"/v1/models": owned("system")}, "llama.cpp", "llamacpp"),
