@@ -97,6 +97,18 @@ def test_who_knows_the_future_keeps_what_comes_again() -> None:
     assert ceilings.oracle(4).blocks == ceilings.infinite().blocks == pytest.approx(4 / 10)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_share_is_a_share_whatever_the_last_blocks_hold(seed: int) -> None:
+    """Prompts end within a block: no more of it is hit than it has tokens."""
+    rng = Random(seed)
+    paths = random_paths(rng)
+    ceilings = Ceilings(trace_of(*paths, lengths=[len(path) * 10 - rng.randint(0, 9) for path in paths]))
+    for rate in (ceilings.infinite(), ceilings.pooled(6), ceilings.oracle(6), ceilings.round_robin(2)):
+        assert all(0.0 <= share <= 1.0 for share in (rate.blocks, rate.tokens, rate.request_mean))
+    twice = Ceilings(trace_of([1, 2], [1, 2], lengths=[11, 11])).infinite()
+    assert (twice.blocks, twice.tokens, twice.request_mean) == (0.5, 0.5, 0.5)
+
+
 def test_nodes_share_nothing() -> None:
     ceilings = Ceilings(trace_of([1, 2], [1, 2], [1, 2], [1, 2]))
     assert ceilings.round_robin(2).blocks == pytest.approx(4 / 8)
