@@ -1,7 +1,6 @@
 """The `ropeway` command: joins the subcommands that each trunk defines in its own cli.py."""
 
 import argparse
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -9,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import NoReturn
 
 import gateway.cli
+import loadtest.cli
 import workers.cli
 from gateway.errors import StartupError
 
@@ -59,8 +59,7 @@ def parser() -> argparse.ArgumentParser:
     subparsers = top.add_subparsers(required=True, metavar="COMMAND")
     gateway.cli.add_parsers(subparsers)
     workers.cli.add_parsers(subparsers)
-    if importlib.util.find_spec("loadtest.cli") is not None:
-        importlib.import_module("loadtest.cli").add_parsers(subparsers)
+    loadtest.cli.add_parsers(subparsers)
     return top
 
 

@@ -23,7 +23,7 @@ from cachecore.prompts.naming import PromptNamer
 from cachecore.prompts.plain import PlainRenderer
 from cachecore.scope import DEFAULT_TENANT, IdentityScope, KeyId, Keyring, Naming
 from loadtest.traces.arrivals import poisson
-from loadtest.traces.building import Draft
+from loadtest.traces.building import Draft, positions
 from loadtest.traces.contract import TraceError
 from loadtest.traces.parsing import Parsed, ReadOptions
 from loadtest.traces.rows import RowError, Tally
@@ -97,7 +97,7 @@ class TextDrafts:
         self._naming = Naming.of(scope, _KEYRING)
         self._namer = PromptNamer(_NAMER_BYTES_MAX)
         self._starts: Iterator[float] = poisson(Random(options.seed), options.rate)
-        self._untimed = self._unanswered = self._incomplete = 0
+        self._untimed = self._unanswered = self._incomplete = self._uncached = 0
 
     def tokens(self, text: str) -> int:
         return len(self._renderer.encode(text))
@@ -178,6 +178,10 @@ class TextDrafts:
             own.append(f"{self._unanswered} answers are not there: {self._options.output_tokens} tokens each, or less")
         if self._incomplete:
             own.append(f"{self._incomplete} prompts hold more than text, which counts as a few tokens each here")
+        if self._uncached:
+            own.append(
+                f"{self._uncached} ask for their prompt's logprobs: engines read no cache for them, so none is hit"
+            )
         return Parsed(self.drafts, self.block_size_tokens, [*notes, *own, *tally.notes()])
 
     def _arrival(self, stated: float | None, follows: Draft | None, delay_seconds: float) -> float:
@@ -195,6 +199,9 @@ class TextDrafts:
         else:
             rendered = self._rendered(body, prompt)
             named = self._namer.name(self._renderer, self._naming, rendered)
+        if _reads_no_cache(body):
+            self._uncached += 1
+            return positions(self._uncached, named.token_count, self.block_size_tokens), named.token_count
         return named.chain, named.token_count
 
     def _rendered(self, body: Mapping[str, Any], prompt: Any) -> Rendered:
@@ -217,6 +224,12 @@ class TextDrafts:
         limit = body.get("max_completion_tokens") or body.get("max_tokens")
         assumed = self._options.output_tokens
         return min(limit, assumed) if isinstance(limit, int) and limit > 0 else assumed
+
+
+def _reads_no_cache(body: Mapping[str, Any]) -> bool:
+    """Whether engines compute the whole prompt, whatever they hold of it: they are asked for its own logprobs."""
+    echoes = bool(body.get("echo")) and body.get("logprobs") is not None and "messages" not in body
+    return echoes or body.get("prompt_logprobs") is not None
 
 
 def _asked(messages: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from cachecore.blocks import split_chain
+from loadtest.audit.ceilings import Ceilings
 from loadtest.traces.contract import Trace, TraceError
 from loadtest.traces.reading import read_trace
 from loadtest.traces.texts import QuadRenderer, load_renderer
@@ -123,6 +124,24 @@ def test_a_log_of_bare_bodies(tmp_path: Path) -> None:
     assert [request.session for request in trace.requests] == ["ann", "", ""]
     assert [request.body["prompt"] for request in trace.requests[1:] if request.body] == ["x", "y"]
     assert "no times: 3 requests or conversations begin at 10 a second (Poisson, seed 2)" in trace.notes
+
+
+@pytest.mark.parametrize(
+    ("keys", "shared"),
+    [
+        ({}, True),
+        ({"echo": True}, True),
+        ({"logprobs": 1}, True),
+        ({"prompt_logprobs": None}, True),
+        ({"prompt_logprobs": 0}, False),
+        ({"echo": True, "logprobs": 0}, False),
+    ],
+)
+def test_what_engines_compute_whole_hits_nothing(tmp_path: Path, keys: dict[str, Any], shared: bool) -> None:
+    rows = [{"model": "m", "prompt": "the same words " * 40, **keys}] * 3
+    trace = read_trace(written(tmp_path / "a.jsonl", *rows))
+    assert Ceilings(trace).infinite().blocks == (pytest.approx(2 / 3) if shared else 0.0)
+    assert any(note.startswith("3 ask for their prompt's logprobs") for note in trace.notes) is not shared
 
 
 def test_images_count_as_what_names_them(tmp_path: Path) -> None:
