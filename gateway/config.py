@@ -37,11 +37,12 @@ from cachecore.store.address import parse_address
 from cachecore.transfer.plan import DEADLINE_SECONDS_MAX
 from gateway.errors import ConfigError
 from policies import POLICIES
+from policies.peers import PEERS
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 FidelityName = Literal["exact", "quantized", "rotated", "fused"]
 RoleName = Literal["both", "prefill", "decode"]
-EngineName = Literal["", "vllm", "sglang", "llamacpp", "ropeway", "openai"]
+EngineName = Literal["", "vllm", "sglang", "trtllm", "llamacpp", "ropeway", "openai"]
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -197,10 +198,53 @@ class PrioritiesConfig(Section, frozen=True, kw_only=True):
     lowest: int = 0
     """Clients' own are clamped to these."""
     highest: int = 100
+    by_work: bool = False
+    """Whether engines are told a priority for every request: its arrival and twenty times its predicted prefill, in
+    milliseconds since 1970, so that short prefills pass long ones and nobody starves. For fleets whose engines all
+    order by priority; a request without one would come first."""
+    level_seconds: Seconds = 5.0
+    """Then one level of a client's own priority counts as so much of waiting."""
 
     def __post_init__(self) -> None:
         if self.lowest > self.highest:
             raise ValueError("priorities.lowest is larger than priorities.highest")
+
+
+class RoutingConfig(Section, frozen=True, kw_only=True):
+    """How requests are placed, besides `policy`."""
+
+    shadow: tuple[str, ...] = ()
+    """Policies that are asked about every request and not followed, of `policies.POLICIES` and `policies.peers.PEERS`:
+    `/status` and `/metrics` say how often they agree and what they would have saved. Each costs its decision time."""
+
+    def __post_init__(self) -> None:
+        for name in self.shadow:
+            if name not in POLICIES and name not in PEERS:
+                raise ValueError(f"routing.shadow: {name!r} is unknown{_nearest(name, [*POLICIES, *PEERS])}")
+        if len(set(self.shadow)) < len(self.shadow):
+            raise ValueError("routing.shadow: a policy is named twice")
+
+
+class AdmissionConfig(Section, frozen=True, kw_only=True):
+    """Requests that wait at the gateway because no worker could start them soon (docs/admission.md)."""
+
+    enabled: bool = True
+    requests_max: Positive = 1024
+    """Waiting at once, for each model."""
+    bytes_max: Bytes = 256 * 1024 * 1024
+    """Of the bodies that wait, for all models together."""
+    backlog_ms_max: Annotated[float, msgspec.Meta(gt=0, le=60_000)] = 250.0
+    """A worker is sent more for as long as it would be started there within this; then it waits here."""
+    wait_seconds_max: Annotated[float, msgspec.Meta(gt=0, le=3600)] = 60.0
+    """What a request waits at most, whose time to first token is not bounded."""
+    ttft_budget_ms: Annotated[float, msgspec.Meta(gt=0, le=3_600_000)] | None = None
+    """For requests whose `x-ropeway-ttft-budget-ms` says nothing. Null does not bound them."""
+    ageing_seconds: Seconds = 5.0
+    """So long a request is overtaken by later ones of its tenant whose `priority` is one level higher."""
+    quantum_tokens: Annotated[float, msgspec.Meta(ge=1)] = 2048.0
+    """Tokens that a tenant of weight one may start before it is the next one's turn."""
+    weights: dict[str, Annotated[float, msgspec.Meta(ge=0.001, le=1000)]] = {}
+    """Tenant to its share, beside 1 for all others."""
 
 
 class UsageConfig(Section, frozen=True, kw_only=True):
@@ -285,6 +329,8 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     sharing: SharingConfig = SharingConfig()
     prompts: PromptsConfig = PromptsConfig()
     priorities: PrioritiesConfig = PrioritiesConfig()
+    routing: RoutingConfig = RoutingConfig()
+    admission: AdmissionConfig = AdmissionConfig()
     transfer: TransferConfig = TransferConfig()
     usage: UsageConfig = UsageConfig()
     disaggregation: DisaggregationConfig = DisaggregationConfig()

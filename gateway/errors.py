@@ -20,6 +20,8 @@
     ├── UpstreamFailed       502
     ├── Unavailable          503
     │   ├── NoWorker
+    │   ├── Overloaded
+    │   ├── ShuttingDown
     │   └── UpstreamUnavailable
     └── UpstreamTimeout      504
 
@@ -161,7 +163,10 @@ class TooManyRequests(ServiceError):
     status = 429
     type = "rate_limit_error"
     code = "rate_limit_exceeded"
-    retry_after_seconds = 1
+
+    def __init__(self, message: str, *, code: str | None = None, retry_after_seconds: int = 1) -> None:
+        super().__init__(message, code=code)
+        self.retry_after_seconds = retry_after_seconds
 
 
 class HeaderTooLarge(ServiceError):
@@ -211,6 +216,18 @@ class NoWorker(Unavailable):
     """No healthy worker serves the model at this moment."""
 
     code = "no_worker"
+
+
+class Overloaded(Unavailable):
+    """No worker can start the request in the time it has."""
+
+    code = "overloaded"
+
+
+class ShuttingDown(Unavailable):
+    """The gateway stops, and does not begin what has not begun yet."""
+
+    code = "shutting_down"
 
 
 class UpstreamUnavailable(Unavailable):

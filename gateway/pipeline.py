@@ -1,8 +1,9 @@
 """The story of a request, each stage a line: `Pipeline.begin`.
 
-Decide first, without I/O; then act. From a complete body to a decision nothing is awaited, but for three things that
-cannot be had at once: a prompt with much new text is tokenized off the loop, a model without a tokenizer of ours is
-tokenized by its worker, and a shared index without a loaded mirror is asked, within its budget. What is in flight is
+Decide first, without I/O; then act. From a complete body to a decision nothing is awaited, but for what cannot be had
+at once: a prompt with much new text is tokenized off the loop, a model without a tokenizer of ours is tokenized by its
+worker, a shared index without a loaded mirror is asked, within its budget, where no worker has room a request waits for
+its turn, and where its siblings are having the same prompt computed, until it can be pulled. What is in flight is
 counted at the moment of decision, so a burst sees itself.
 """
 
@@ -10,31 +11,31 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from random import Random
 from typing import Any, NamedTuple
-
-import orjson
 
 from cachecore.blocks import EMPTY_CHAIN, HASH_BYTES
 from cachecore.index.contract import NO_MATCH, Match
 from cachecore.prompts.contract import NamedPrompt, PromptError
 from cachecore.scope import Fidelity
 from cachecore.store import StoreError
+from gateway.admission import Admission, Asking
 from gateway.config import PrioritiesConfig
 from gateway.disaggregation import Disaggregation, Division, Prompted
 from gateway.edge.body import BodyMemory
 from gateway.edge.exchange import Ending
-from gateway.edge.http1 import HOP_BY_HOP, RequestHead, ResponseHead, forwardable
+from gateway.edge.http1 import RequestHead, ResponseHead
 from gateway.edge.server import Inbound
 from gateway.errors import BadRequest, ServiceError
 from gateway.fleet import parity
-from gateway.fleet.engines.contract import EngineTraits
 from gateway.fleet.evidence import Answer
 from gateway.fleet.knowledge import Knowledge
 from gateway.fleet.registry import Fleet
 from gateway.fleet.scrutiny import SAMPLE_BYTES_MAX
 from gateway.fleet.trust import TrustLevel
 from gateway.fleet.worker import ModelPool, Parity, WorkerRecord
+from gateway.outbound import Outbound, asking_for_usage
 from gateway.prompts import Prompts
 from gateway.requests import FIDELITY_HEADER, Kind, Request, read_request, request_id_of
 from gateway.shifted import NO_PASSAGES, PROMPT_TOKENS_MAX, Asked, PassagePlanner, PassagePlans
@@ -44,8 +45,13 @@ from gateway.usage import read_usage
 from gateway.views.metrics import GatewayMetrics
 from gateway.views.receipts import Receipts
 from policies import create as create_policy
+from policies.bursts import HOLD_SECONDS_MAX
 from policies.contract import Decision, Evidence, Policy, Query, Receipt, candidate_fields
-from policies.pricing import prefill_seconds
+from policies.filters import in_time, long_enough
+from policies.peers.contract import Asked as Prompt
+from policies.pricing import prefill_seconds, queue_key_seconds
+from policies.shadow import Shadows
+from policies.state.beliefs import Inquiry
 
 logger = logging.getLogger("ropeway.pipeline")
 
@@ -53,25 +59,10 @@ logger = logging.getLogger("ropeway.pipeline")
 _new = tuple.__new__
 
 # Members of enumerations are looked up by a slow path.
-_FAILED, _PROVEN, _COMPLETE = Parity.FAILED, Parity.PROVEN, Ending.COMPLETE
+_FAILED, _COMPLETE = Parity.FAILED, Ending.COMPLETE
 _BELIEVED, _HISTORY = TrustLevel.EXACT, Evidence.HISTORY
 _DOUBTED = {level: (level.value, b"x-ropeway-trust: %b\r\n" % level.value.encode()) for level in TrustLevel}
 """What a receipt and an answer say of a worker that is believed less."""
-_OPENINGS_MAX = 64
-"""Workers that one head is written out for, until it is done anew."""
-
-# Not sent upstream: what belongs to this connection, what the gateway sets itself, and what is meant for it alone.
-# Answers come uncompressed, so that usage can be read off them.
-_DROPPED_FROM_REQUESTS = HOP_BY_HOP | {
-    b"host",
-    b"content-length",
-    b"expect",
-    b"accept-encoding",
-    b"x-request-id",
-    b"x-ropeway-fidelity",
-    b"x-ropeway-policy",
-    b"x-ropeway-session",
-}
 
 
 class PipelineSettings(NamedTuple):
@@ -98,6 +89,8 @@ class Pipeline:
         transfers: Transfers | None = None,
         passages: PassagePlanner | None = None,
         disaggregation: Disaggregation | None = None,
+        admission: Admission | None = None,
+        shadows: Shadows | None = None,
         clock: Callable[[], float] = time.monotonic,
         random: Random | None = None,
     ) -> None:
@@ -114,11 +107,22 @@ class Pipeline:
         """None where nothing is looked for at other positions."""
         self.disaggregation = disaggregation
         """None where prompts are computed by the worker that answers."""
+        self.admission = admission
+        """None where nobody waits here, however long the workers' queues are."""
+        self.shadows = shadows
+        """None where no policy is asked but the one that decides."""
         self.clock = clock
         self._random = random or Random()
         self.policy = create_policy(settings.policy)
         self._policies: dict[str, Policy] = {settings.policy: self.policy}
         self._bodies = BodyMemory()
+        self.outbound = Outbound(
+            prompts,
+            settings.priorities,
+            settings.forward_token_ids,
+            settings.forward_kv_transfer_params,
+            forward_authorization=tenants.open,
+        )
 
     # The story
 
@@ -127,6 +131,8 @@ class Pipeline:
         request = self._read(inbound)
         pool, adapter = self.fleet.pool(request.model)
         request.adapter = adapter
+        if self.admission is not None:
+            self.admission.arrived(request, pool)
         named = self._name(request, pool)
         if not isinstance(named, NamedPrompt):
             return self._begin_later(request, pool, named)
@@ -153,7 +159,7 @@ class Pipeline:
         named = named if isinstance(named, NamedPrompt) else await self._named(request, named)
         matched = await self._matched(self._match(pool, request, named))
         now = self.clock()
-        receipt = self._choose(request, pool, named, matched, (), now)
+        receipt = self._choose(request, pool, named, matched, (), now, counted=False)
         if pool.prefill_workers and self.disaggregation is not None:
             self.disaggregation.weigh(Prompted(request, pool, named, matched), receipt, now)
         return receipt
@@ -168,18 +174,6 @@ class Pipeline:
 
     def answer_headers(self, head: RequestHead | None) -> bytes:
         return b"x-request-id: %b\r\n" % request_id_of(head).encode()
-
-    def upstream_opening(self, head: RequestHead, worker: WorkerRecord) -> bytes:
-        """A request to a worker up to its id, with the client's header lines that travel: all but a key of ours."""
-        dropped = _DROPPED_FROM_REQUESTS if self.tenants.open else _DROPPED_FROM_REQUESTS | {b"authorization"}
-        forwarded = b"".join(b"%b: %b\r\n" % field for field in forwardable(head.headers, dropped))
-        opening = b"%b %b HTTP/1.1\r\nhost: %b\r\n%bx-request-id: "
-        opening %= (head.method, head.target, worker.authority, forwarded)
-        openings = head.notes.setdefault("openings", {})
-        if len(openings) >= _OPENINGS_MAX:
-            openings.clear()
-        openings[worker.url] = opening
-        return opening
 
     def _tenant_of(self, head: RequestHead) -> Tenant:
         tenant: Tenant | None = head.notes.get("tenant")
@@ -233,6 +227,8 @@ class Pipeline:
         match: Match,
         excluded: tuple[WorkerRecord, ...],
         now: float,
+        counted: bool = True,
+        held_seconds: float | None = None,
     ) -> Receipt:
         """The decision, and what it was made from."""
         started = time.perf_counter()
@@ -246,14 +242,21 @@ class Pipeline:
             snapshot = self.knowledge.snapshot(pool, candidates, match, chain, tokens, now, own_history_only, accepted)
             if request.prompts_count == 1:
                 pulls = self.transfers.pulls(request, pool, chain, match, tokens, now)
-                snapshot = snapshot._replace(pulls=pulls)
+                inquiry = _new(Inquiry, (chain, tokens, pool.block_size_tokens, True, False, False))
+                pull_seconds = partial(self.transfers.pull_seconds, request, pool, now)
+                burst = self.knowledge.burst(inquiry, snapshot.workers, now, pull_seconds)
+                snapshot = snapshot._replace(pulls=pulls, burst=burst)
         else:
             snapshot = self.knowledge.snapshot(pool, candidates, match, chain, tokens, now, own_history_only)
-        query = _new(Query, (tokens, request.output_tokens_max, request.session, request.priority))
+        query = _new(Query, (tokens, request.output_tokens_max, request.session, request.priority, held_seconds))
+        if tokens + request.output_tokens_max > self.knowledge.context_tokens_min:
+            snapshot = snapshot._replace(workers=long_enough(query, snapshot.workers))
+        if request.deadline is not None:
+            snapshot = snapshot._replace(workers=in_time(query, snapshot.workers, now, request.deadline - now))
         decision, views = policy.decide(query, snapshot, self._random), snapshot.workers
         if snapshot.pulls is not None and decision.pull is None:
             decision.pull = snapshot.pulls.option(decision.worker, decision.worker.load.wait_seconds(now))
-        return Receipt(
+        receipt = Receipt(
             request.id,
             request.model,
             policy_name,
@@ -267,6 +270,9 @@ class Pipeline:
             pool.renderer.name if pool.renderer else "remote",
             request.tenant.id,
         )
+        if counted and self.shadows is not None and not decision.hold_seconds:
+            self.shadows.judge(query, Prompt(chain, tokens, pool.block_size_tokens), snapshot, decision)
+        return receipt
 
     def _policy_of(self, request: Request) -> Policy:
         name = request.policy
@@ -285,10 +291,44 @@ class Pipeline:
     def _embark(
         self, request: Request, pool: ModelPool, named: NamedPrompt, match: Match
     ) -> "Journey | Coroutine[Any, Any, Journey]":
-        journey = Journey(self, request, pool, named, match)
-        if pool.prefill_workers and self.disaggregation is not None:
+        if self.admission is not None and not self.admission.passes(request, pool):
+            return self._wait(self.admission, request, pool, named, match)
+        return self._depart(Journey(self, request, pool, named, match))
+
+    async def _wait(
+        self, admission: Admission, request: Request, pool: ModelPool, named: NamedPrompt, match: Match
+    ) -> "Journey":
+        """As `_embark`, when a worker has room and it is this request's turn."""
+        matched = max(match.depths.values(), default=0) * pool.block_size_tokens
+        with await admission.wait(pool, Asking(request, named.token_count, min(matched, named.token_count))) as turn:
+            # Time has passed: who holds what is another thing now.
+            match = await self._matched(self._match(pool, request, named))
+            journey = Journey(self, request, pool, named, match)
+            journey.queued_header = b"x-ropeway-queued-ms: %d\r\n" % (turn.waited_seconds * 1e3)
+            departed = self._depart(journey)
+        return departed if isinstance(departed, Journey) else await departed
+
+    def _depart(self, journey: "Journey") -> "Journey | Coroutine[Any, Any, Journey]":
+        if journey._pool.prefill_workers and self.disaggregation is not None:
             return journey.divide(self.disaggregation)
-        journey.decide()
+        if journey._pool.transfers:
+            receipt = journey.choose(0.0)
+            if receipt.decision.hold_seconds:
+                return self._hold(journey, receipt)
+            journey.decide(receipt)
+        else:
+            journey.decide()
+        return journey
+
+    async def _hold(self, journey: "Journey", receipt: Receipt) -> "Journey":
+        """As `_depart`, once somebody has computed what would otherwise be computed everywhere."""
+        began = self.clock()
+        while receipt.decision.hold_seconds:
+            await asyncio.sleep(receipt.decision.hold_seconds)
+            journey._match = await self._matched(self._match(journey._pool, journey._request, journey._named))
+            receipt = journey.choose(self.clock() - began)
+        journey.decide(receipt)
+        journey._started_at = began
         return journey
 
 
@@ -306,6 +346,7 @@ class Journey:
         "_passages",
         "_pipeline",
         "_pool",
+        "_queue_key",
         "_receipt",
         "_request",
         "_started_at",
@@ -313,6 +354,7 @@ class Journey:
         "_worker",
         "answer_headers",
         "connections",
+        "queued_header",
         "reads_head",
         "request_parts",
         "strips_usage",
@@ -325,17 +367,30 @@ class Journey:
         self._named = named
         self._match = match
         self._excluded: tuple[WorkerRecord, ...] = ()
-        self._started_at = self._first_byte_at = 0.0
+        self._started_at = self._first_byte_at = self._queue_key = 0.0
         self._division: Division | None = None
         self._flight: Flight | None = None
         self._passages = NO_PASSAGES
         self._kv_headers = b""
+        self.queued_header = b""
+        """A header line for the answer of a request that has waited."""
         self.reads_head = self.strips_usage = False
 
     @property
     def attempt(self) -> "Journey":
         # Not an attribute: a reference to itself would leave every request to the garbage collector.
         return self
+
+    def choose(self, held_seconds: float) -> Receipt:
+        """The decision alone, for a request that may be held and was so long. Raises NoWorker."""
+        pipeline, request = self._pipeline, self._request
+        now = pipeline.clock()
+        if request.deadline is not None:
+            # Of what is left to it, half at most is waited for others.
+            held_seconds = max(held_seconds, HOLD_SECONDS_MAX - (request.deadline - now) / 2)
+        return pipeline._choose(
+            request, self._pool, self._named, self._match, self._excluded, now, held_seconds=held_seconds
+        )
 
     async def divide(self, disaggregation: Disaggregation) -> "Journey":
         """As `decide`, once a prefill worker has computed the prompt, where that is worth it."""
@@ -364,6 +419,8 @@ class Journey:
         now = pipeline.clock()
         if receipt is None:
             receipt = pipeline._choose(request, self._pool, named, self._match, self._excluded, now)
+        if request.deadline is not None and pipeline.admission is not None:
+            pipeline.admission.check(request, receipt, now, waited=bool(self.queued_header))
         self._receipt = receipt
         self._started_at = now
         if self._division is not None:
@@ -384,6 +441,9 @@ class Journey:
                 seconds, prior_seconds = self._flight.option.prefill_seconds, None
             elif self._passages.tokens:
                 seconds, prior_seconds = self._passages.prefill_seconds, None
+        if decision.burst is not None:
+            knowledge.lease(request.upstream_id, decision.burst, decision, seconds, now)
+            decision.burst = None  # receipts are kept, and it leads to the request
         knowledge.accounting.dispatch(
             request.upstream_id,
             view.name,
@@ -395,6 +455,12 @@ class Journey:
             prior_seconds,
             not request.streams,
         )
+        if view.load.kv_tokens:
+            knowledge.accounting.pin(request.upstream_id, named.chain, self._pool.block_size_tokens)
+        if pipeline.shadows is not None:
+            prompt = Prompt(named.chain, named.token_count, self._pool.block_size_tokens)
+            pipeline.shadows.dispatched(request.upstream_id, prompt, view, now)
+        self._queue_key = queue_key_seconds(receipt.decided_at, seconds)
         trust = self._trust = worker.trust
         level = trust.level
         if named.chain and worker.parity is not _FAILED:
@@ -420,6 +486,10 @@ class Journey:
             self.answer_headers += header
         if self._division is not None:
             self.answer_headers += self._division.header
+        if self.queued_header:
+            self.answer_headers += self.queued_header
+        if pipeline.admission is not None:
+            pipeline.admission.begun(request, self._pool, named.token_count - matched)
         pipeline.receipts.add(receipt)
         pipeline.metrics.routed(receipt)
 
@@ -464,29 +534,26 @@ class Journey:
         if worker.traits.salts:
             salt = request.salt_json or pipeline.prompts.salt_json(request, self._pool)
         plans = self._flight.body if self._flight is not None else self._passages.body
-        further = None
-        if request.states_priority or settings.forward_token_ids:
-            further = self._further_changes(worker, plans)
+        further = pipeline.outbound.changes(request, self._pool, self._named, worker, plans, self._queue_key)
         if settings.requests_usage and request.streams and request.kind is not Kind.OTHER:
-            further = self._ask_for_usage(further)
+            asked = asking_for_usage(request)
+            if asked is not None:
+                # The client never sees what that brings.
+                self.strips_usage = True
+                further = {**(further or {}), "stream_options": asked}
         body = request.upstream_body(salt, settings.forward_kv_transfer_params, plans, further)
         headers = self._kv_headers
         if len(worker.holders) > 1 and worker.traits.rank_header:
             headers += b"%b: %d\r\n" % (worker.traits.rank_header, rank)
-        openings = request.head.notes.get("openings")
-        opening = openings.get(worker.url) if openings else None
-        if opening is None:
-            opening = pipeline.upstream_opening(request.head, worker)
+        opening = pipeline.outbound.opening(request.head, worker)
         size = sum(map(len, body))
         head = b"%b%b\r\n%bcontent-length: %d\r\n\r\n"
         return [head % (opening, request.upstream_id.encode(), headers, size), *body]
 
     def _first_leg(self, worker: WorkerRecord, rank: int, request_id: str) -> list[bytes]:
         """What a prefill worker is sent."""
-        pipeline, request, settings = self._pipeline, self._request, self._pipeline.settings
-        further = None
-        if request.states_priority or settings.forward_token_ids:
-            further = self._further_changes(worker, None)
+        outbound, request = self._pipeline.outbound, self._request
+        further = outbound.changes(request, self._pool, self._named, worker, None, self._queue_key)
         salt = request.salt_json if worker.traits.salts else None
         body = request.prefill_body(salt, request_id, further)
         # What is computed is as bad as what it was computed after.
@@ -494,48 +561,8 @@ class Journey:
         if len(worker.holders) > 1 and worker.traits.rank_header:
             headers += b"%b: %d\r\n" % (worker.traits.rank_header, rank)
         head = b"%b%b\r\n%bcontent-length: %d\r\n\r\n"
-        opening = pipeline.upstream_opening(request.head, worker)
+        opening = outbound.opening(request.head, worker)
         return [head % (opening, request_id.encode(), headers, sum(map(len, body))), *body]
-
-    def _ask_for_usage(self, changes: dict[str, bytes | None] | None) -> dict[str, bytes | None] | None:
-        """In a stream that would not bring its usage; the client never sees it."""
-        body = self._request.body
-        options = body.values({"stream_options"}).get("stream_options") if body is not None else None
-        if options is not None and (not isinstance(options, dict) or options.get("include_usage")):
-            return changes
-        self.strips_usage = True
-        asked = orjson.dumps({**(options or {}), "include_usage": True})
-        return {**(changes or {}), "stream_options": asked}
-
-    def _further_changes(self, worker: WorkerRecord, plans: bytes | None) -> dict[str, bytes | None]:
-        """What else of a body is not as the client wrote it: its priority, and its prompt as token ids."""
-        request, settings = self._request, self._pipeline.settings
-        changes: dict[str, bytes | None] = {}
-        if request.states_priority:
-            changes["priority"] = None
-            if settings.priorities.forwarded and worker.traits.priorities:
-                lowest, highest = settings.priorities.lowest, settings.priorities.highest
-                changes["priority"] = b"%d" % min(max(request.priority, lowest), highest)
-        if settings.forward_token_ids and worker.parity is _PROVEN and not request.values.get("echo"):
-            changes |= self._prompt_as_tokens(worker.traits, plans)
-        return changes
-
-    def _prompt_as_tokens(self, traits: EngineTraits, plans: bytes | None) -> dict[str, bytes | None]:
-        """Nothing where the engine takes none, or the prompt is not known to the end."""
-        request, named = self._request, self._named
-        is_chat = request.kind is Kind.CHAT
-        takes_them = traits.chat_token_ids if is_chat else traits.token_ids
-        if not takes_them or not named.complete or request.question() is None:
-            return {}
-        if is_chat and self._pipeline.settings.forward_kv_transfer_params and "kv_transfer_params" in request.values:
-            return {}
-        tokens = self._pipeline.prompts.tokens_of(request, self._pool)
-        if not tokens:
-            return {}
-        listed = orjson.dumps(tokens.tolist())
-        if not is_chat:
-            return {"prompt": listed}
-        return {"kv_transfer_params": b'{"prompt_token_ids":%b%b' % (listed, b"," + plans[1:] if plans else b"}")}
 
     # exchange.Listener
 
@@ -551,6 +578,8 @@ class Journey:
         if not self._request.streams:
             # The first byte of an answer in one piece is its last token's: it says nothing of the first.
             return
+        if self._pool.transfers:
+            pipeline.knowledge.release_leases(self._request.upstream_id)
         sample = pipeline.knowledge.accounting.first_token(self._request.upstream_id, now)
         if sample is not None:
             pipeline.knowledge.estimates.observe_prefill(sample)
@@ -559,6 +588,10 @@ class Journey:
         seconds = now - self._started_at
         self._receipt.seen_ttft_ms = seconds * 1e3
         pipeline.metrics.first_byte(seconds)
+        if pipeline.shadows is not None:
+            pipeline.shadows.first_token(self._request.upstream_id, now)
+        if pipeline.admission is not None:
+            pipeline.admission.answered(self._receipt, self._pool, now)
 
     def retry(self, reason: str, elsewhere: bool) -> bool:
         pipeline = self._pipeline
@@ -592,12 +625,18 @@ class Journey:
                 self._testify(cached_tokens, now)
         elif status != 200 or not self._first_byte_at:
             pipeline.knowledge.cancel_predictions(request.upstream_id)
+        if self._pool.transfers:
+            pipeline.knowledge.release_leases(request.upstream_id)
         sample = pipeline.knowledge.accounting.finish(request.upstream_id, now, output_tokens, answered)
         if sample is not None:
             pipeline.knowledge.estimates.observe_answer(sample)
         pipeline.metrics.ended(ending, status, now - self._started_at)
+        if pipeline.shadows is not None:
+            pipeline.shadows.finished(request.upstream_id, now)
         if self._flight is not None:
             self._end_flight()
+        if pipeline.admission is not None:
+            pipeline.admission.ended(request, self._pool, output_tokens)
 
     def _end_flight(self) -> None:
         """No word came of the pull."""

@@ -11,13 +11,30 @@ import orjson
 
 from cachecore.scope import Fidelity
 from gateway.edge.body import Body, BodyMemory
-from gateway.edge.http1 import RequestHead
+from gateway.edge.http1 import HOP_BY_HOP, RequestHead
 from gateway.edge.server import Inbound
 from gateway.errors import BadRequest
 from gateway.tenants import Tenant
 
 SESSION_CHARACTERS_MAX = 256
 FIDELITY_HEADER = b"x-ropeway-fidelity"
+TTFT_BUDGET_HEADER = b"x-ropeway-ttft-budget-ms"
+TTFT_BUDGET_MS_MAX = 3_600_000
+
+# Not sent upstream: what belongs to this connection, what the gateway sets itself, and what is meant for it alone.
+# Answers come uncompressed, so that usage can be read off them.
+NOT_FORWARDED = HOP_BY_HOP | {
+    b"host",
+    b"content-length",
+    b"expect",
+    b"accept-encoding",
+    b"x-request-id",
+    FIDELITY_HEADER,
+    b"x-ropeway-policy",
+    b"x-ropeway-session",
+    TTFT_BUDGET_HEADER,
+}
+
 FIDELITIES = {fidelity.name.lower().encode(): fidelity for fidelity in Fidelity}
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}").fullmatch
 _MULTIPART_MODEL = re.compile(rb'[; ]name="?model"?\r\n(?:[^\r\n]+\r\n)*\r\n([^\r\n]{1,512})\r\n')
@@ -150,6 +167,10 @@ class Request:
         self.prompts_count = 1
         self.reshaped = False
         """The engine is asked to compute another prompt than its text says (truncated, or surrounded otherwise)."""
+        self.ttft_budget_seconds: float | None = None
+        """What its first token may take, from its arrival on; None when it does not say."""
+        self.deadline: float | None = None
+        """When that is over, by the clock of whoever serves it."""
         self.fidelity: Fidelity | None = None
         """The worst KV that it accepts; None when it does not say."""
         self.skips_cache = False
@@ -231,6 +252,7 @@ class _HeadFields(NamedTuple):
     policy: str
     session: str
     fidelity: Fidelity | None
+    ttft_budget_seconds: float | None
 
 
 def read_request(inbound: Inbound, tenant: Tenant, models: ServedModels, memory: BodyMemory | None = None) -> Request:
@@ -239,7 +261,7 @@ def read_request(inbound: Inbound, tenant: Tenant, models: ServedModels, memory:
     fields: _HeadFields | None = head.notes.get("fields")
     if fields is None:
         fields = head.notes["fields"] = _head_fields(head, inbound.path)
-    kind, keys, client_id, content_type, policy, session, fidelity = fields
+    kind, keys, client_id, content_type, policy, session, fidelity, ttft_budget_seconds = fields
     request_id = upstream_id = f"{_OWN_ID}{next(_numbers):08x}"
     if client_id:
         request_id, upstream_id = client_id, f"{client_id}-{request_id[len('req-') :]}"
@@ -260,6 +282,8 @@ def read_request(inbound: Inbound, tenant: Tenant, models: ServedModels, memory:
         request.session = session
     if fidelity is not None:
         request.fidelity = fidelity
+    if ttft_budget_seconds is not None:
+        request.ttft_budget_seconds = ttft_budget_seconds
     return request
 
 
@@ -274,6 +298,7 @@ def _head_fields(head: RequestHead, path: str) -> _HeadFields:
         fields.get(b"x-ropeway-policy", b"").decode("latin-1"),
         fields.get(b"x-ropeway-session", b"").decode("latin-1")[:SESSION_CHARACTERS_MAX],
         _fidelity(fields.get(FIDELITY_HEADER)),
+        _ttft_budget_seconds(fields.get(TTFT_BUDGET_HEADER)),
     )
 
 
@@ -285,6 +310,16 @@ def _fidelity(stated: bytes | None) -> Fidelity | None:
         known = ", ".join(name.decode() for name in FIDELITIES)
         raise BadRequest(f"x-ropeway-fidelity is one of {known}.", param="x-ropeway-fidelity")
     return fidelity
+
+
+def _ttft_budget_seconds(stated: bytes | None) -> float | None:
+    if stated is None:
+        return None
+    milliseconds = int(stated) if stated.isdigit() and len(stated) <= len(str(TTFT_BUDGET_MS_MAX)) else 0
+    if not 0 < milliseconds <= TTFT_BUDGET_MS_MAX:
+        name = TTFT_BUDGET_HEADER.decode()
+        raise BadRequest(f"{name} is a whole number of milliseconds, at most {TTFT_BUDGET_MS_MAX}.", param=name)
+    return milliseconds / 1e3
 
 
 def request_id_of(head: RequestHead | None) -> str:

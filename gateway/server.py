@@ -6,15 +6,17 @@ import ipaddress
 import logging
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from random import Random
 from typing import cast
 
 import uvicorn
 from prometheus_client import CollectorRegistry
 
+from cachecore.index.chains import ChainMultiset
 from cachecore.index.content import MemoryContentIndex
 from cachecore.index.content_feed import ContentFeed
 from cachecore.index.memory import MemoryIndex
@@ -22,6 +24,7 @@ from cachecore.prompts.contract import PromptError, Renderer
 from cachecore.prompts.huggingface import HuggingFaceRenderer
 from cachecore.prompts.naming import PromptNamer
 from cachecore.scope import Fidelity, Keyring
+from gateway.admission import Admission
 from gateway.app import Surfaces, build_app
 from gateway.config import GatewayConfig, ListenerConfig, PromptsConfig
 from gateway.disaggregation import Disaggregation
@@ -41,17 +44,24 @@ from gateway.prompts import Prompts
 from gateway.remote_tokens import RemoteTokens
 from gateway.sharing import IndexBackend, Sharing, embedded_directory
 from gateway.shifted import PassagePlanner
+from gateway.standings import SharedStandings
 from gateway.tenants import OperatorKey, Tenants
 from gateway.transfers import Transfers, TransferSettings
+from gateway.views.admission import AdmissionCollector
 from gateway.views.disaggregation import DisaggregationCollector
 from gateway.views.metrics import GatewayCollector, GatewayMetrics
 from gateway.views.passages import PassageCollector
 from gateway.views.pools import PoolCollector
 from gateway.views.receipts import Receipts
+from gateway.views.shadows import ShadowCollector
 from gateway.views.sharing import SharingCollector
 from gateway.views.status import StatusView
 from gateway.views.transfers import QualityCollector, TransferCollector
 from gateway.views.trust import TrustCollector
+from policies import POLICIES
+from policies import create as create_policy
+from policies.peers import create_peer
+from policies.shadow import Shadows
 from policies.state.guard import GuardSettings, QualityGuard
 from policies.transfer import DeadlineBounds
 
@@ -110,6 +120,13 @@ class Gateway:
             config.prompts.token_ids_forwarded,
             config.usage.requested,
         )
+        self.admission = (
+            Admission(config.admission, config.priorities, self.knowledge, self.metrics.refused)
+            if config.admission.enabled
+            else None
+        )
+        self.shadows = _shadows(config.routing.shadow)
+        self.standings = self._standings(backend)
         self.pipeline = Pipeline(
             settings,
             self.fleet,
@@ -121,6 +138,8 @@ class Gateway:
             self.transfers,
             self.passages,
             self.disaggregation,
+            self.admission,
+            self.shadows,
         )
         self.status = StatusView(
             _version(),
@@ -133,6 +152,8 @@ class Gateway:
             self.sharing.document if self.sharing else None,
             self.transfers.document if self.transfers else None,
             self.disaggregation.document,
+            self.admission.document if self.admission else None,
+            self.shadows.document if self.shadows else None,
         )
         self.collectors = CollectorRegistry()
         self.collectors.register(GatewayCollector(self.metrics, self.fleet, self.knowledge))
@@ -144,6 +165,10 @@ class Gateway:
             self.collectors.register(PoolCollector(self.pools))
             self.collectors.register(QualityCollector(self.guard))
         self.collectors.register(DisaggregationCollector(self.disaggregation.metrics))
+        if self.admission is not None:
+            self.collectors.register(AdmissionCollector(self.admission))
+        if self.shadows is not None:
+            self.collectors.register(ShadowCollector(self.shadows))
         if self.passages is not None:
             self.collectors.register(PassageCollector(self.passages))
         timeouts, limits = config.timeouts, config.limits
@@ -186,6 +211,13 @@ class Gateway:
         estimates = self.knowledge.estimates
         return Transfers(settings, keyring, self.fleet.workers, estimates, self.pools.knowledge, self.guard)
 
+    def _standings(self, backend: IndexBackend | None) -> SharedStandings | None:
+        """None where no other gateway asks the same workers."""
+        if backend is None or self.sharing is None or self.admission is None:
+            return None
+        prefix, gateway = backend.schema.prefix, backend.gateway
+        return SharedStandings(backend.store, prefix, gateway, self.sharing.peers.alive, self.admission)
+
     async def serve(self) -> None:
         """Serve until SIGINT or SIGTERM."""
         servers = [self._public_server(), *self._operator_servers()]
@@ -196,6 +228,9 @@ class Gateway:
             await self.quality.start()
         sweep = asyncio.create_task(self.edge.sweep(), name="edge sweep")
         watch = asyncio.create_task(self.trust.run(), name="trust watch")
+        owned = [sweep, watch]
+        if self.standings is not None:
+            owned.append(asyncio.create_task(self.standings.run(), name="tenants' shares"))
         for worker in self.config.workers:
             await self.fleet.register(worker)
         stopping = asyncio.Event()
@@ -209,6 +244,8 @@ class Gateway:
         finally:
             for server in servers:
                 server.should_exit = True
+            if self.admission is not None:
+                self.admission.close()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self.quality.stop()
             await self.pools.stop()
@@ -217,7 +254,7 @@ class Gateway:
             await self.fleet.stop()
             if self.sharing is not None:
                 await self.sharing.stop()
-            for task in (sweep, watch, stopped):
+            for task in (*owned, stopped):
                 task.cancel()
                 with suppress(asyncio.CancelledError):
                     await task
@@ -351,6 +388,11 @@ def _load_keyring(config: GatewayConfig) -> Keyring:
         return Keyring.load(path)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def _shadows(names: Sequence[str]) -> Shadows | None:
+    policies = [create_policy(name) if name in POLICIES else create_peer(name, ChainMultiset) for name in names]
+    return Shadows(policies, Random()) if policies else None
 
 
 def _version() -> str:

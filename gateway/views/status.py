@@ -7,7 +7,7 @@ from typing import Any
 
 from cachecore.index.schema import holder_id
 from gateway.fleet.engines.contract import Discovery
-from gateway.fleet.intake import EventIntake
+from gateway.fleet.intake import Intake
 from gateway.fleet.knowledge import Knowledge
 from gateway.fleet.registry import Fleet
 from gateway.fleet.trust import TrustLevel
@@ -51,6 +51,12 @@ class WorkerStatus:
     outstanding_prefill_ms: float
     capacity_requests: int
     """Requests it runs at once, all ranks together; 0 while unknown."""
+    kv_tokens: int
+    """Its KV memory; 0 while unknown."""
+    kv_held_tokens: int
+    """What requests in flight need of it."""
+    kv_fill: float
+    """Share of it that cached blocks take; 1 while unknown."""
     load: dict[str, Any] | None
     """`running`, `waiting` and `at`, as the engine itself last said; null when it does not."""
     requests: int
@@ -85,8 +91,13 @@ class Status:
     sharing: dict[str, Any] | None = None
     """How the index is shared with other gateways; null where it is not."""
     transfers: dict[str, Any] | None = None
-    disaggregation: dict[str, Any] | None = None
     """What workers pull from each other; null where they are not told to."""
+    disaggregation: dict[str, Any] | None = None
+    """Requests with two legs; null where no worker does nothing but prefill."""
+    admission: dict[str, Any] | None = None
+    """Who waits at the gateway and who is refused; null where nobody has to wait."""
+    shadows: list[dict[str, Any]] = field(default_factory=list)
+    """What policies that are asked and not followed would have done better."""
     receipts: list[dict[str, Any]] = field(default_factory=list)
 
     def document(self) -> dict[str, Any]:
@@ -108,6 +119,8 @@ class StatusView:
         sharing: Callable[[], dict[str, Any]] | None = None,
         transfers: Callable[[], dict[str, Any]] | None = None,
         disaggregation: Callable[[], dict[str, Any] | None] | None = None,
+        admission: Callable[[], dict[str, Any]] | None = None,
+        shadows: Callable[[], list[dict[str, Any]]] | None = None,
     ) -> None:
         self._version = version
         self._policy = policy
@@ -119,6 +132,8 @@ class StatusView:
         self._sharing = sharing
         self._transfers = transfers
         self._disaggregation = disaggregation
+        self._admission = admission
+        self._shadows = shadows
         self._started_at = time.time()
 
     @property
@@ -157,6 +172,8 @@ class StatusView:
             sharing=self._sharing() if self._sharing is not None else None,
             transfers=self._transfers() if self._transfers is not None else None,
             disaggregation=self._disaggregation() if self._disaggregation is not None else None,
+            admission=self._admission() if self._admission is not None else None,
+            shadows=self._shadows() if self._shadows is not None else [],
             receipts=receipts,
         )
 
@@ -189,6 +206,9 @@ class StatusView:
             inflight_tokens=sum(account.inflight_tokens for account in accounts),
             outstanding_prefill_ms=sum(account.outstanding_prefill_seconds for account in accounts) * 1e3,
             capacity_requests=sum(account.capacity_requests for account in accounts),
+            kv_tokens=sum(account.kv_tokens for account in accounts),
+            kv_held_tokens=sum(account.kv_held_tokens for account in accounts),
+            kv_fill=sum(account.fill for account in accounts) / len(accounts) if accounts else 1.0,
             load=record.load._asdict() if record.load and record.healthy else None,
             requests=record.requests,
             failures=record.failures,
@@ -210,7 +230,7 @@ def _transfer(discovery: Discovery) -> dict[str, Any] | None:
     }
 
 
-def _events(intake: EventIntake) -> dict[str, Any]:
+def _events(intake: Intake) -> dict[str, Any]:
     rekeyed = intake.rekey_stats()
     return {"rank": intake.holder.rank, "endpoint": intake.source.live_endpoint} | {
         "intake": asdict(intake.stats()),

@@ -30,6 +30,8 @@ STATUS = {
     "UpstreamFailed": 502,
     "Unavailable": 503,
     "NoWorker": 503,
+    "Overloaded": 503,
+    "ShuttingDown": 503,
     "UpstreamUnavailable": 503,
     "UpstreamTimeout": 504,
 }

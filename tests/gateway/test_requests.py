@@ -36,6 +36,23 @@ def read(document: Any, path: str = CHAT, *headers: str) -> Request:
     return read_request(inbound(json.dumps(document).encode(), path, *headers), TENANT, SeveralModels())
 
 
+# Budgets
+
+
+@pytest.mark.parametrize(("stated", "seconds"), [("1", 0.001), ("2500", 2.5), ("3600000", 3600.0)])
+def test_a_budget_is_read_in_milliseconds(stated: str, seconds: float) -> None:
+    request = read({"model": "m", "messages": []}, CHAT, f"x-ropeway-ttft-budget-ms: {stated}")
+    assert request.ttft_budget_seconds == seconds
+    assert read({"model": "m", "messages": []}).ttft_budget_seconds is None
+
+
+@pytest.mark.parametrize("stated", ["", "0", "-1", "1.5", "soon", "3600001", "9" * 50, "\xb2"])
+def test_a_budget_that_is_none_is_refused(stated: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        read({"model": "m", "messages": []}, CHAT, f"x-ropeway-ttft-budget-ms: {stated}")
+    assert caught.value.param == "x-ropeway-ttft-budget-ms"
+
+
 # Kinds
 
 
