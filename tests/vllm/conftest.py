@@ -5,13 +5,13 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests.gateway.end_to_end.logs import pytest_runtest_makereport as pytest_runtest_makereport
 from tests.gateway.end_to_end.processes import new_keyring
-from tests.vllm.servers import VllmServer
+from tests.vllm.servers import Processes, VllmServer
 from workers.reference.fetch import default_cache_dir, fetch_smollm2
 
 pytest.register_assert_rewrite("tests.workers.contract.suite", "tests.workers.contract.lab", "tests.workers.following")
@@ -20,14 +20,22 @@ pytest.register_assert_rewrite("tests.workers.contract.suite", "tests.workers.co
 Report = Callable[[str], None]
 
 
-PLAIN = pytest.mark.parametrize("pair", ["plain"], indirect=True, scope="session")
+def _pair(*kinds: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("pair", kinds, indirect=True, scope="session")
+
+
+PLAIN = _pair("plain")
 """vLLM as it is."""
-MOVING = pytest.mark.parametrize("pair", ["moving"], indirect=True, scope="session")
+MOVING = _pair("float32")
 """With the connector."""
+MOVING_IN_EACH_DTYPE = _pair("float32", "bfloat16")
+STEP_TOKENS = 512
+"""That those with the connector compute at once: what is more goes in chunks."""
 
 
 class Pair(NamedTuple):
-    """A publishes where subscribers connect to it, B connects to whoever listens for it."""
+    """A publishes where subscribers connect to it, B connects to whoever listens for it. A is started by its module and
+    without the metadata of `vllm`, B by the `vllm` command, with them; the one in bfloat16 has its worker within."""
 
     a: VllmServer
     b: VllmServer
@@ -52,12 +60,18 @@ def model() -> Path:
 
 @pytest.fixture(scope="session")
 def pair(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Of the kind that `PLAIN` or `MOVING` says; there are never more than two instances at a time."""
+    """Of the kind that a mark above says; there are never more than two instances at a time."""
     directory = tmp_path_factory.mktemp("vllm")
-    keyring = new_keyring(directory) if request.param == "moving" else None
+    how: dict[str, Any] = {}
+    more: tuple[str, ...] = ()
+    processes: Processes = "one" if request.param == "bfloat16" else "two"
+    if request.param != "plain":
+        connector = {"codecs": ["raw", "i8"], "fuser": True}
+        how = {"keyring": new_keyring(directory), "dtype": request.param, "connector": connector}
+        more = ("--max-num-batched-tokens", str(STEP_TOKENS))
     pair = Pair(
-        VllmServer(directory, model, "vllm-a", events="bind", keyring=keyring),
-        VllmServer(directory, model, "vllm-b", events="connect", keyring=keyring),
+        VllmServer(directory, model, "vllm-a", *more, events="bind", **how),
+        VllmServer(directory, model, "vllm-b", *more, events="connect", by="command", processes=processes, **how),
     )
     try:
         for server in pair:

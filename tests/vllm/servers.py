@@ -1,6 +1,5 @@
 """Real vLLM instances on loopback, started as docs/vllm.md says, from an environment that has vLLM."""
 
-import json
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,16 +8,22 @@ from typing import Any, Literal
 import httpx
 
 from tests.gateway.end_to_end.processes import HOST, Process, eventually, free_ports
+from tests.vllm.documented import flags, with_values
 
 MODEL = "smollm2"
 TOPIC = "kv-events"
 BLOCK_TOKENS = 32
 CONTEXT_TOKENS = 2048
-STALL_SECONDS = 2.0
+STALL_SECONDS = 5.0
 """After which a source that sends nothing is given up: tests look around while one is silent."""
 
-Events = Literal["connect", "bind", "off"]
+Events = Literal["connect", "bind"]
 """Which side of the live socket the engine is; an endpoint without a wildcard makes it connect."""
+By = Literal["module", "command"]
+"""How it is started: by its module, which asks for no metadata, or by the `vllm` command, which does."""
+Processes = Literal["one", "two"]
+"""Of scheduler and worker."""
+ONE_PROCESS = ("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor")
 
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -32,27 +37,29 @@ _ENVIRONMENT = {
 
 
 class VllmServer(Process):
-    """`vllm serve` of SmolLM2 in float32, with events, detailed usage and the token routes; and with the connector that
-    moves KV, where there is a keyring.
+    """`vllm serve` of SmolLM2 with the flags of docs/vllm.md; with those of the connector that moves KV, where there is
+    a keyring. Besides it gets what a small machine and a test need; `connector` is more of that one's configuration.
 
-    The constructor returns at once, so that several can load at a time. Started by its module, since the `vllm` command
-    asks for metadata that the package for CPUs does not bring.
+    The constructor returns at once, so that several can load at a time.
     """
 
-    module = "vllm.entrypoints.openai.api_server"
     ends_by = signal.SIGINT
-    start_seconds_max = 600.0
-    stop_seconds_max = 30.0
+    start_seconds_max = 1800.0
+    stop_seconds_max = 60.0
 
     def __init__(
         self,
         directory: Path,
         model: Path,
         name: str,
-        *flags: str,
+        *more: str,
         events: Events = "connect",
+        by: By = "module",
+        processes: Processes = "two",
+        dtype: str = "float32",
         blocks: int = 96,
         keyring: Path | None = None,
+        connector: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         ports = free_ports(5)
@@ -65,49 +72,40 @@ class VllmServer(Process):
         """Where its connector tells of itself, if it has one."""
         self.keyring = keyring
         self.blocks = blocks
+        self.dtype = dtype
+        self.processes = processes
         self._directory = directory
         self._name = name
-        self._arguments = [*self._serving(model), *self._publishing(events), *self._moving(ports[3:]), *flags]
+        # What the documentation's `...` and MODEL stand for here.
+        self.module = "tests.vllm.command" if by == "command" else "vllm.entrypoints.openai.api_server"
+        what = [str(directory / "metadata"), "serve", str(model)] if by == "command" else ["--model", str(model)]
+        further = (*more, *(ONE_PROCESS if processes == "one" else ()))
+        self._arguments = [*what, *self._documented(ports, connector or {}), *self._here(), *further]
         self._environment = {**_ENVIRONMENT, **(environment or {})}
-        self.http = httpx.Client(base_url=self.url, timeout=300, trust_env=False)
+        self.http = httpx.Client(base_url=self.url, timeout=600, trust_env=False)
         self.start()
 
-    def _serving(self, model: Path) -> list[str]:
-        return [
-            *("--model", str(model), "--served-model-name", MODEL, "--host", HOST, "--port", str(self.port)),
-            *("--dtype", "float32", "--enforce-eager", "--max-model-len", str(CONTEXT_TOKENS)),
-            *("--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", str(self.blocks)),
-            *("--enable-prefix-caching", "--enable-prompt-tokens-details", "--enable-scale-out"),
-        ]
-
-    def _publishing(self, events: Events) -> Sequence[str]:
-        if events == "off":
-            return ()
-        config = {
-            "enable_kv_cache_events": True,
-            "publisher": "zmq",
-            "endpoint": self.events_endpoint,
-            "replay_endpoint": self.replay_endpoint,
-            "topic": TOPIC,
+    def _documented(self, ports: Sequence[int], connector: Mapping[str, Any]) -> list[str]:
+        changes: dict[str, dict[str, Any]] = {
+            "--kv-events-config": {"endpoint": self.events_endpoint, "replay_endpoint": self.replay_endpoint}
         }
-        return "--kv-events-config", json.dumps(config)
-
-    def _moving(self, ports: Sequence[int]) -> Sequence[str]:
-        if self.keyring is None:
-            return ()
-        config = {
-            "kv_connector": "RopewayConnector",
-            "kv_connector_module_path": "workers.vllm.connector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {
+        if self.keyring is not None:
+            extra = {
                 "keyring": str(self.keyring),
-                "port": ports[0],
-                "sidecar_port": ports[1],
+                "port": ports[3],
+                "sidecar_port": ports[4],
                 "stall_seconds": STALL_SECONDS,
-            },
-        }
-        return "--kv-transfer-config", json.dumps(config)
+                **connector,
+            }
+            changes["--kv-transfer-config"] = {f"kv_connector_extra_config.{key}": extra[key] for key in extra}
+        return with_values(flags(moves=self.keyring is not None), changes)
+
+    def _here(self) -> list[str]:
+        return [
+            *("--served-model-name", MODEL, "--host", HOST, "--port", str(self.port), "--dtype", self.dtype),
+            *("--enforce-eager", "--max-model-len", str(CONTEXT_TOKENS), "--enable-prefix-caching"),
+            *("--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", str(self.blocks)),
+        ]
 
     def start(self) -> None:
         """Begin a life, on the same ports as any before. It ends with the thread that begins it."""

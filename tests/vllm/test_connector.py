@@ -18,9 +18,9 @@ from cachecore.kv.layout import LayerKv
 from cachecore.prompts.huggingface import HuggingFaceRenderer
 from tests.gateway.end_to_end.processes import new_keyring
 from tests.workers.vllm.support import OURS, FakeRequest, planned, scheduler
+from workers.reference.compatibility import compatibility_of
 from workers.reference.config import ModelConfig
 from workers.reference.fetch import default_cache_dir, fetch_smollm2
-from workers.reference.transfer.shape import compatibility_of
 from workers.reference.weights import load_weights
 from workers.vllm.classes import class_of
 from workers.vllm.layout import engine_memory
@@ -266,3 +266,28 @@ def test_a_reset_is_told_though_nothing_runs(connectors: ModuleType, keyring: Pa
     assert not connector.has_pending_push_work()
     assert connector.reset_cache()
     assert connector.has_pending_push_work()
+
+
+# ---- why loads are not made layer by layer within a step -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("is_waited_for", "announced"), [(True, 0), (False, 4)])
+def test_what_is_loaded_within_a_step_is_announced_before_it_is_there(is_waited_for: bool, announced: int) -> None:
+    """vLLM's own manager of blocks, asked as its scheduler asks: for a request that is set aside until its load is
+    over, and for one whose layers would be waited for within the step that is being made."""
+    from vllm import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    layout = KVCacheConfig(num_blocks=10, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+    manager = KVCacheManager(layout, 128, 16, 16, enable_kv_cache_events=True)
+    hasher = get_request_block_hasher(16, sha256)
+    request = Request("one", list(range(70)), SamplingParams(max_tokens=1), None, block_hasher=hasher)
+    loaded = {"num_external_computed_tokens": 64, "delay_cache_blocks": is_waited_for}
+    assert manager.allocate_slots(request, 0 if is_waited_for else 6, **loaded) is not None
+    assert sum(len(event.block_hashes) for event in manager.take_events()) == announced

@@ -1,8 +1,7 @@
-"""vLLM with the connector beside a reference worker of the same model, and what the connector costs an engine."""
+"""vLLM with the connector beside a reference worker of the same model, and how an instance ends."""
 
 import signal
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,13 @@ import pytest
 
 from cachecore.scope import Keyring
 from tests.gateway.end_to_end.processes import HOST, Process, eventually, free_ports
-from tests.vllm.conftest import MOVING, Pair, Report
+from tests.vllm.conftest import MOVING, Pair
+from tests.vllm.family import called, family, lives
 from tests.vllm.movers import BYTES_PER_TOKEN, Movers, ask, asked_in_vain, info
-from tests.vllm.servers import BLOCK_TOKENS, MODEL, STALL_SECONDS
+from tests.vllm.servers import BLOCK_TOKENS, MODEL
 from tests.vllm.test_moving import HELD, SHORT, link_to
 
 pytestmark = [pytest.mark.vllm, MOVING]
-
-TICKS_PER_SECOND = 100
 
 
 class ReferenceWorker(Process):
@@ -98,63 +96,6 @@ def test_a_reference_worker_answers_from_what_vllm_computed(pair: Pair, referenc
     pulled = completed(reference.http, movers.body(prompt, movers.signed(movers.plan(prompt)), output_tokens=16))
     assert pulled.headers["x-ropeway-transfer"].startswith(f"outcome=fetched; tokens={HELD};")
     assert text_of(pulled) == text_of(cold)
-
-
-# ---- what it costs ---------------------------------------------------------------------------------------------------
-
-
-def family(pid: int) -> list[int]:
-    """A process and all that it started."""
-    found = [pid]
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            found += family(int(child))
-    return found
-
-
-def lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def called(pids: Sequence[int], name: str) -> list[int]:
-    return [pid for pid in pids if name in Path(f"/proc/{pid}/comm").read_text()]
-
-
-def processor_seconds(pids: Sequence[int]) -> float:
-    """That processes have used so far."""
-    ticks = 0
-    for pid in pids:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / TICKS_PER_SECOND
-
-
-def test_a_worker_that_only_waits_rests(pair: Pair, report: Report) -> None:
-    """Where the transfers' threads are. vLLM's scheduler spins for its worker's answers meanwhile."""
-    movers = between(pair.a, pair.b, pair)
-    prompt = movers.prompt(SHORT)
-    cold = movers.cold(prompt)
-    plan = movers.plan(prompt)
-    everybody = family(pair.b.process.pid)
-    workers = called(everybody, "VLLM::Worker")
-    with link_to(plan.addresses[0]) as link, ThreadPoolExecutor(1) as threads:
-        link.hold_at = HELD * BYTES_PER_TOKEN // 2
-        pulling = threads.submit(movers.pull, prompt, plan._replace(addresses=(link.address,)))
-        eventually(lambda: link.sent >= HELD * BYTES_PER_TOKEN // 4, "it has begun")
-        time.sleep(STALL_SECONDS / 4)
-        before = processor_seconds(workers), processor_seconds(everybody)
-        time.sleep(STALL_SECONDS / 2)
-        used = [processor_seconds(pids) - earlier for pids, earlier in zip((workers, everybody), before, strict=True)]
-        assert info(pair.b)["counts"]["loading"] == 1
-        assert pulling.result().tokens == cold.tokens
-    shares = [seconds / (STALL_SECONDS / 2) for seconds in used]
-    report(
-        f"while a request waited for its pull, vLLM's worker used {shares[0]:.2f} of a core, all of it {shares[1]:.2f}"
-    )
-    assert shares[0] < 0.2
 
 
 # ---- edges -----------------------------------------------------------------------------------------------------------

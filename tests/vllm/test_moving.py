@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ import pytest
 
 from cachecore.scope import Keyring
 from tests.gateway.end_to_end.processes import Gateway, eventually
-from tests.vllm.conftest import MOVING, Pair, Report
-from tests.vllm.movers import BYTES_PER_TOKEN, RIVAL, Answer, Movers, ask, asked_in_vain
+from tests.vllm.conftest import MOVING, STEP_TOKENS, Pair, Report
+from tests.vllm.family import Used, family
+from tests.vllm.movers import BYTES_PER_TOKEN, RIVAL, Answer, Movers, ask, ask_whole, asked_in_vain
 from tests.vllm.servers import BLOCK_TOKENS, MODEL
 from tests.workers.contract.lab import replayed
 from tests.workers.following import Follower
-from tests.workers.reference.transfer.world import Link
+from tests.workers.transfer.world import Link
 
 pytestmark = [pytest.mark.vllm, MOVING]
 
@@ -37,31 +39,49 @@ def movers(pair: Pair) -> Movers:
     return Movers(pair.a, pair.b, Keyring.load(pair.a.keyring))
 
 
+class LoopedLink(Link):
+    """One on a loop of its own."""
+
+    def __init__(self, address: str, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(address)
+        self._loop = loop
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.append(writer)
+        await super()._accept(reader, writer)
+
+    def abort(self) -> None:
+        """What a puller that has died has not read will never be."""
+        for writer in self._writers:
+            writer.transport.abort()
+
+    def let_pass(self) -> None:
+        self._loop.call_soon_threadsafe(self.opened.set)
+
+
 @contextmanager
-def link_to(address: str) -> Iterator[Link]:
-    """A proxy in front of a source, on a loop of its own."""
+def link_to(address: str) -> Iterator[LoopedLink]:
+    """A proxy in front of a source."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    link = Link(address)
+    link = LoopedLink(address, loop)
     opened = link.open()
     try:
         asyncio.run_coroutine_threadsafe(opened.__aenter__(), loop).result(10)
         try:
             yield link
         finally:
-            loop.call_soon_threadsafe(link.opened.set)
+            link.let_pass()
             asyncio.run_coroutine_threadsafe(opened.__aexit__(None, None, None), loop).result(10)
+            loop.call_soon_threadsafe(link.abort)
             # Sockets close in the turns that follow.
             asyncio.run_coroutine_threadsafe(asyncio.sleep(0.01), loop).result(10)
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
-
-
-def let_pass(link: Link) -> None:
-    link.opened._loop.call_soon_threadsafe(link.opened.set)  # type: ignore[attr-defined]
 
 
 def followed(replay_endpoint: str) -> Follower:
@@ -82,18 +102,28 @@ def announced(movers: Movers, prompt: Sequence[int]) -> int:
 
 
 def test_a_long_prefix_is_pulled_and_the_text_is_that_of_computing(movers: Movers, report: Report) -> None:
-    prompt = movers.prompt(LONG)
+    """And a tenth of the work before its first token: of the time, too, where nobody else takes it."""
+    prompt, everybody = movers.prompt(LONG), family(movers.target.process.pid)
     cold = movers.cold(prompt, output_tokens=64)
-    other = ask(movers.target.http, movers.body(movers.prompt(LONG), output_tokens=4))
+    used = [Used.by(everybody)]
+    other = ask(movers.target.http, movers.body(movers.prompt(LONG), output_tokens=1))
+    used.append(Used.by(everybody))
     pulled = movers.pull(prompt, movers.plan(prompt), output_tokens=64)
+    used.append(Used.by(everybody))
+    again = ask(movers.target.http, movers.body(prompt, output_tokens=64))
+    used.append(Used.by(everybody))
     assert (cold.cached_tokens, other.cached_tokens, pulled.cached_tokens) == (0, 0, LONG_HELD)
+    assert (again.cached_tokens, again.tokens) == (LONG_HELD, cold.tokens)
+    assert pulled.report.startswith(f"outcome=fetched; tokens={LONG_HELD}; bytes={LONG_HELD * BYTES_PER_TOKEN};")
     assert pulled.tokens == cold.tokens
     assert len(pulled.tokens) == 64
+    computing, pulling, answering = (later.since(earlier).worker for earlier, later in pairwise(used))
     report(
         f"first token of {LONG} tokens: {cold.ttft_seconds:.2f} s at the source and {other.ttft_seconds:.2f} s at the "
-        f"target computed, {pulled.ttft_seconds:.2f} s pulled"
+        f"target computed, {pulled.ttft_seconds:.2f} s pulled, {again.ttft_seconds:.2f} s held; processor time of "
+        f"computing it {computing:.2f} s, of pulling it {pulling - answering:.2f} s"
     )
-    assert other.ttft_seconds > 10 * pulled.ttft_seconds
+    assert computing > 10 * (pulling - answering)
 
 
 @pytest.mark.parametrize("tokens", [BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, 4 * BLOCK_TOKENS])
@@ -117,6 +147,13 @@ def test_part_of_a_prompt_is_pulled_behind_what_is_there(movers: Movers) -> None
     assert (again.tokens, again.cached_tokens) == (cold.tokens, HELD)
 
 
+def test_a_rest_that_is_computed_in_chunks(movers: Movers) -> None:
+    prompt = movers.prompt(STEP_TOKENS + 5 * BLOCK_TOKENS)
+    cold = movers.cold(prompt)
+    pulled = movers.pull(prompt, movers.plan(prompt, end=2))
+    assert (pulled.tokens, pulled.cached_tokens) == (cold.tokens, 2 * BLOCK_TOKENS)
+
+
 def test_what_was_generated_is_served_as_well(movers: Movers) -> None:
     prompt = movers.prompt(BLOCK_TOKENS)
     said = movers.cold(prompt, output_tokens=BLOCK_TOKENS + 1)
@@ -136,6 +173,8 @@ def test_eight_at_once_share_one_transfer(movers: Movers) -> None:
         answers = list(threads.map(lambda _: movers.pull(prompt, plan), range(8)))
         assert [answer.tokens for answer in answers] == [cold.tokens] * 8
         assert {answer.cached_tokens for answer in answers} == {HELD}
+        assert sum(answer.report.startswith(f"outcome=fetched; tokens={HELD};") for answer in answers) == 1
+        assert sum(answer.report.startswith("outcome=held;") for answer in answers) == 7
         assert link.sent < 1.5 * HELD * BYTES_PER_TOKEN
 
 
@@ -151,7 +190,7 @@ def test_blocks_are_announced_once_they_are_there(movers: Movers) -> None:
         pulling = threads.submit(movers.pull, prompt, plan._replace(addresses=(link.address,)))
         eventually(lambda: link.sent > 0, "it has begun")
         assert announced(movers, prompt) == 0
-        let_pass(link)
+        link.let_pass()
         assert pulling.result().tokens == cold.tokens
     eventually(lambda: announced(movers, prompt) == HELD // BLOCK_TOKENS, "the blocks are announced")
 
@@ -192,6 +231,7 @@ def test_what_does_not_come_right_is_computed(movers: Movers, damage: Damage) ->
         pulled = movers.pull(prompt, plan._replace(addresses=(link.address,)))
     assert pulled.tokens == cold.tokens
     assert pulled.cached_tokens == 0
+    assert pulled.report.startswith("outcome=failed; reason=")
     assert announced(movers, prompt) == HELD // BLOCK_TOKENS
 
 
@@ -215,6 +255,7 @@ def test_nobody_pulls_by_a_word_that_is_not_the_gateways(movers: Movers, forgery
     }
     answer = ask(movers.target.http, movers.body(prompt, documents[forgery]))
     assert (answer.tokens, answer.cached_tokens) == (cold.tokens, 0)
+    assert answer.report.startswith("outcome=refused; reason=")
 
 
 def test_tenants_are_kept_apart(movers: Movers) -> None:
@@ -253,6 +294,17 @@ def test_a_client_that_leaves_during_a_load_leaves_nothing(movers: Movers) -> No
     movers.target.wait_idle()
     assert announced(movers, prompt) == 0
     again = movers.pull(prompt, plan)
+    assert (again.tokens, again.cached_tokens) == (cold.tokens, HELD)
+
+
+def test_a_client_that_leaves_while_it_is_answered(movers: Movers) -> None:
+    prompt = movers.prompt(SHORT)
+    cold = movers.cold(prompt)
+    body = movers.body(prompt, movers.signed(movers.plan(prompt)), output_tokens=200)
+    with movers.target.http.stream("POST", "/v1/completions", json=body) as answer:
+        assert next(answer.iter_lines()).startswith("data: ")
+    movers.target.wait_idle()
+    again = ask(movers.target.http, movers.body(prompt))
     assert (again.tokens, again.cached_tokens) == (cold.tokens, HELD)
 
 
@@ -305,12 +357,17 @@ def gateway(pair: Pair, model: Path, tmp_path: Path) -> Iterator[Gateway]:
         yield gateway
 
 
-def test_the_gateway_has_the_other_one_pull(gateway: Gateway, movers: Movers) -> None:
+Asker = Callable[..., Answer]
+
+
+@pytest.mark.parametrize("asked", [ask, ask_whole])
+def test_the_gateway_has_the_other_one_pull(gateway: Gateway, movers: Movers, asked: Asker) -> None:
+    """And hears from it what came."""
     prompt = movers.prompt(SHORT)
     body = movers.body(prompt)
     del body["cache_salt"]
-    first = gateway.explain(body)["worker"]
-    cold = ask(gateway.http, body)
+    cold = asked(gateway.http, body)
+    first = gateway.status()["receipts"][0]["worker"]
 
     def elsewhere() -> dict[str, str] | None:
         """A session of the other worker, once it is known what the warm one has."""
@@ -321,31 +378,33 @@ def test_the_gateway_has_the_other_one_pull(gateway: Gateway, movers: Movers) ->
                 return session
         return None
 
-    pulled = ask(gateway.http, body, eventually(elsewhere, "the other one could pull", 60.0))
+    pulled = asked(gateway.http, body, eventually(elsewhere, "the other one could pull", 60.0))
     assert (cold.cached_tokens, pulled.cached_tokens) == (0, HELD)
     assert pulled.tokens == cold.tokens
     receipt, *_ = gateway.status()["receipts"]
     assert receipt["worker"] != first
     assert receipt["reported_cached_tokens"] == HELD
+    assert (receipt["pull"]["outcome"], receipt["pull"]["pulled_tokens"]) == ("fetched", HELD)
+    assert receipt["pull"]["pulled_bytes"] == HELD * BYTES_PER_TOKEN
 
 
 # ---- the end ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_source_that_dies_in_a_transfer_costs_its_plan(movers: Movers) -> None:
-    prompt = movers.prompt(SHORT)
+    prompt = movers.prompt(3 * SHORT)  # more than sockets hold
     cold = movers.cold(prompt)
     plan = movers.plan(prompt)
     with link_to(plan.addresses[0]) as link, ThreadPoolExecutor(1) as threads:
-        link.hold_at = HELD * BYTES_PER_TOKEN // 2
+        link.hold_at = HELD * BYTES_PER_TOKEN // 8
         pulling = threads.submit(movers.pull, prompt, plan._replace(addresses=(link.address,)))
         eventually(lambda: link.sent > 0, "it has begun")
         movers.source.kill()
-        let_pass(link)
+        link.let_pass()
         assert pulling.result().tokens == cold.tokens
     assert pulling.result().cached_tokens == 0
     assert movers.target.http.get("/health").status_code == 200
     again = ask(movers.target.http, movers.body(prompt))
-    assert (again.tokens, again.cached_tokens) == (cold.tokens, HELD)
+    assert (again.tokens, again.cached_tokens) == (cold.tokens, len(prompt) // BLOCK_TOKENS * BLOCK_TOKENS)
     movers.source.start()
     movers.source.wait_ready()

@@ -3,6 +3,7 @@
     scheduler's process                              worker's process
     plans ─► requests (what is loaded, by whom) ─┐   ┌─► index (which block is which) ─► serving peers
     requests' own tokens ─► names of its blocks ─┴ orders, every step ─┴─► loads into blocks, layer by layer
+                                                                       └─► reports ─► (sidecar) ─► answers
 
 `connector` is what vLLM calls, and the only module that imports it; all others run without.
 """

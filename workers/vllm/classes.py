@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from cachecore.kv.rope import RopeTable, rope_table
+from workers.reference.compatibility import digest_of, fingerprint_of
 from workers.reference.config import ModelConfig, ModelError
-from workers.reference.transfer.shape import KvShape, digest_of, fingerprint_of
 from workers.reference.weights import TensorReader, stream_weights
+from workers.transfer.shape import KvShape
 from workers.vllm.settings import SettingsError
 
 _BESIDE_THE_POINT = re.compile(r"_|transformers_version$")

@@ -28,8 +28,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from cachecore.index.schema import holder_id, parse_holder
 from cachecore.scope import Keyring
+from workers.guarded import guarded
 from workers.vllm.facts import read_facts
-from workers.vllm.guarded import guarded
 from workers.vllm.orders import Orders, Settled
 from workers.vllm.requests import Requests, Scheduled
 from workers.vllm.settings import SettingsError

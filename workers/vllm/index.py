@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 from cachecore.blocks import HASH_BYTES, PrefixHash
 from cachecore.scope import Fidelity
 from cachecore.transfer.errors import Reason, Unserved
-from workers.reference.kv_pool import Held, HeldRun
+from workers.transfer.runs import Held, HeldRun
 from workers.vllm.names import Lineage
 from workers.vllm.orders import Export, Orders
 
 
 class BlockIndex:
-    """`workers.reference.transfer.source.Lender`. Changed by the engine's thread, read by transfers.
+    """`workers.transfer.source.Lender`. Changed by the engine's thread, read by transfers.
 
     No larger than the engine's pool: a block has one entry at most.
     """

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cachecore.kv.layout import LayerKv, TransposedMemory
-from workers.reference.transfer.pages import Stretch
+from workers.transfer.pages import Stretch
 from workers.vllm.settings import SettingsError
 
 KERNELS = ("vec", "vec16")
@@ -52,7 +52,7 @@ def _prove(like: Tensor, kernel: str, store: Store) -> None:
 
 
 class EnginePages:
-    """`workers.reference.transfer.pages.EnginePages` over vLLM's memory. Whatever is read is a copy."""
+    """`workers.transfer.pages.EnginePages` over vLLM's memory. Whatever is read is a copy."""
 
     def __init__(self, memory: TransposedMemory) -> None:
         self._memory = memory

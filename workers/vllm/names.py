@@ -55,13 +55,18 @@ class Tokens(Protocol):
 
 
 class RequestNames:
-    """The names of one request's blocks, as far as its tokens go. `workers.reference.transfer.plans.NamedTokens`."""
+    """The names of one request's blocks, as far as its tokens go. `workers.transfer.plans.ReadableTokens`."""
 
     def __init__(self, naming: Naming, token_ids: Tokens, prompt_count: int) -> None:
         self.naming = naming
         self.prompt_count = prompt_count
         self._token_ids = token_ids
         self._chain = Chain(b"")
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Of the prompt."""
+        return list(self._token_ids[: self.prompt_count])
 
     @property
     def block_size_tokens(self) -> int:

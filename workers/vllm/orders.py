@@ -1,7 +1,8 @@
 """What the scheduler's side tells the worker's with every step, and what comes back. Values only; vLLM carries them
 between its own processes.
 
-They are carried out in this order, before anything is computed: `cleared`, `exported`, `dropped`, `cancelled`, `loads`.
+They are carried out in this order, before anything is computed: `cleared`, `exported`, `dropped`, `cancelled`, `loads`,
+`unmoved`.
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,9 @@ from typing import NamedTuple
 
 from cachecore.blocks import PrefixHash
 from cachecore.scope import Fidelity
+from cachecore.transfer.errors import Reason
 from cachecore.transfer.plan import Pull
+from workers.vllm.reports import ReportKey
 
 
 class Export(NamedTuple):
@@ -38,6 +41,20 @@ class RunOrder(NamedTuple):
     blocks: Sequence[int]
 
 
+class Fusing(NamedTuple):
+    """Passages of a prompt, by where they will stand, and what they become a part of."""
+
+    passages: Sequence[Pull]
+    token_ids: bytes
+    """Of the whole prompt, packed."""
+    blocks: Sequence[int]
+    """Of the engine's pool: all from the prompt's first to the last that is filled."""
+    first_block: int
+    """What is before it is there, or comes as a run."""
+    fraction: float | None
+    """Of passages' tokens, what is recomputed; None leaves it to the fuser."""
+
+
 class LoadOrder(NamedTuple):
     """What one request waits for. Answered once, well or not."""
 
@@ -47,6 +64,22 @@ class LoadOrder(NamedTuple):
     """The worst that may come."""
     runs: Sequence[RunOrder]
     """None where nothing will come: it has failed from the start."""
+    fusing: Fusing | None = None
+    key: ReportKey | None = None
+    """As what its answer asks what became of it."""
+    refused: Sequence[Reason] = ()
+    """Why others of its plans are not carried out."""
+
+
+class Unmoved(NamedTuple):
+    """A request that came with plans and begins without a load of its own."""
+
+    key: ReportKey | None
+    fidelity: Fidelity
+    refused: Sequence[Reason]
+    """Why plans are not carried out. Of the others nothing was missing."""
+    failed: bool
+    """It waited for somebody else's load, which failed."""
 
 
 @dataclass(slots=True)
@@ -61,9 +94,10 @@ class Orders:
     cancelled: list[str] = field(default_factory=list)
     """Requests that nobody waits for any more; their loads are answered as well."""
     loads: list[LoadOrder] = field(default_factory=list)
+    unmoved: list[Unmoved] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.cleared or self.exported or self.dropped or self.cancelled or self.loads)
+        return bool(self.cleared or self.exported or self.dropped or self.cancelled or self.loads or self.unmoved)
 
 
 class Settled(NamedTuple):

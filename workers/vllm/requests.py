@@ -20,9 +20,11 @@ from typing import Any, NamedTuple, Protocol
 
 from cachecore.blocks import HASH_BYTES, PrefixHash, pack_tokens
 from cachecore.scope import Fidelity
+from cachecore.transfer.errors import Reason
 from cachecore.transfer.plan import Pull
 from workers.vllm.names import Lineage, RequestNames, Tokens
-from workers.vllm.orders import Export, LoadOrder, Orders, RunOrder
+from workers.vllm.orders import Export, Fusing, LoadOrder, Orders, RunOrder, Unmoved
+from workers.vllm.reports import ReportKey
 
 
 class EngineRequest(Protocol):
@@ -72,10 +74,33 @@ class Claim(NamedTuple):
     first_block: int
     runs: Sequence[tuple[Pull, int, int]]
     """The part of each, as first and end block of the prompt."""
+    passages: Sequence[Pull]
+    """What is repaired behind the runs, as far as that makes blocks."""
+    end_block: int
 
     @property
-    def end_block(self) -> int:
-        return self.runs[-1][2]
+    def runs_end_block(self) -> int:
+        return self.runs[-1][2] if self.runs else self.first_block
+
+
+class Planned(NamedTuple):
+    """What there is to be made of a request's plans."""
+
+    pulls: Sequence[Pull] = ()
+    """Those of its own chain that are carried out, by position."""
+    passages: Sequence[Pull] = ()
+    """Those of others, by where they will stand."""
+    fraction: float | None = None
+    """Of passages' tokens, what is to be recomputed."""
+    refused: Sequence[Reason] = ()
+    """Why others are not."""
+    key: ReportKey | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.pulls or self.passages or self.refused)
+
+
+_NO_PLANS = Planned()
 
 
 @dataclass(slots=True, eq=False)
@@ -83,11 +108,11 @@ class _Tracked:
     request: EngineRequest
     lineage: Lineage
     names: RequestNames
-    pulls: Sequence[Pull]
-    """By position."""
+    planned: Planned
     phase: Phase = Phase.LOOKED_UP
     claim: Claim | None = None
     waits_for: str | None = None
+    owes_report: bool = False
     computed_once: bool = False
     """A step that is past has computed some of it, so that all it counts as computed is there."""
     exported: int = 0
@@ -99,7 +124,7 @@ class _Tracked:
         return self.request.cache_salt
 
 
-Reader = Callable[[EngineRequest, RequestNames, Fidelity], Sequence[Pull]]
+Reader = Callable[[EngineRequest, RequestNames, Fidelity], Planned]
 
 
 class Requests:
@@ -111,7 +136,7 @@ class Requests:
         read: Reader,
         block_size_tokens: int,
     ) -> None:
-        """`read` finds the pulls that a request may have carried out; it raises nothing."""
+        """`read` finds the plans that a request may have carried out; it raises nothing."""
         self._lineage_of = lineage_of
         self._read = read
         self._size = block_size_tokens
@@ -139,17 +164,16 @@ class Requests:
         if lineage is None:
             return
         names = RequestNames(lineage.naming, request.all_token_ids, request.num_prompt_tokens)
-        pulls = self._read(request, names, lineage.fidelity) if request.kv_transfer_params else ()
-        pulls = sorted(pulls, key=lambda pull: pull.plan.run.first_block)
-        self._tracked[request.request_id] = _Tracked(request, lineage, names, pulls)
+        planned = self._read(request, names, lineage.fidelity) if request.kv_transfer_params else _NO_PLANS
+        self._tracked[request.request_id] = _Tracked(request, lineage, names, planned, owes_report=bool(planned))
 
     def match(self, request_id: str, computed_tokens: int) -> int | None:
         """Tokens that would come beyond `computed_tokens`; None when that is to be asked again. Changes nothing that
         another call would not."""
         tracked = self._tracked.get(request_id)
-        if tracked is None or not tracked.pulls or tracked.phase not in (Phase.LOOKED_UP, Phase.CLAIMED):
+        if tracked is None or tracked.phase not in (Phase.LOOKED_UP, Phase.CLAIMED):
             return 0
-        claim = _claim(tracked.pulls, computed_tokens // self._size)
+        claim = _claim(tracked.planned, computed_tokens // self._size, self._size)
         if claim is None:
             return 0
         ahead = self._arriving.get((tracked.key, tracked.names.name(claim.first_block)))
@@ -181,6 +205,7 @@ class Requests:
                 continue
             if begins:
                 self._arrived(tracked)
+                self._report_unmoved(tracked)
                 tracked.exported = 0
             else:
                 self._export(tracked, computed_tokens, partial(table_of, request_id))
@@ -228,11 +253,19 @@ class Requests:
             return
         self._drop(blocks[claim.first_block :])
         runs = [RunOrder(pull, first, tuple(blocks[first:end])) for pull, first, end in claim.runs]
-        order = LoadOrder(request_id, tracked.key, tracked.lineage.fidelity, runs)
+        planned = tracked.planned
+        fusing = self._fusing(tracked, claim, blocks) if claim.passages else None
+        fidelity = tracked.lineage.fidelity
+        order = LoadOrder(request_id, tracked.key, fidelity, runs, fusing, planned.key, planned.refused)
         self._orders.loads.append(order)
-        tracked.phase = Phase.LOADING
+        tracked.phase, tracked.owes_report = Phase.LOADING, False
         for number in range(claim.first_block, claim.end_block):
             self._arriving[tracked.key, tracked.names.name(number)] = request_id
+
+    def _fusing(self, tracked: _Tracked, claim: Claim, blocks: Sequence[int]) -> Fusing:
+        tokens = pack_tokens(tracked.names.token_ids)
+        filled = tuple(blocks[: claim.end_block])
+        return Fusing(claim.passages, tokens, filled, claim.runs_end_block, tracked.planned.fraction)
 
     def _arrived(self, tracked: _Tracked) -> None:
         """Nobody needs to wait for it any more."""
@@ -249,6 +282,12 @@ class Requests:
         for tracked in self._tracked.values():
             if tracked.waits_for == request_id and tracked.phase in (Phase.LOOKED_UP, Phase.CLAIMED):
                 tracked.phase = Phase.FAILED
+
+    def _report_unmoved(self, tracked: _Tracked) -> None:
+        if tracked.owes_report:
+            planned, failed = tracked.planned, tracked.phase is Phase.FAILED
+            self._orders.unmoved.append(Unmoved(planned.key, tracked.lineage.fidelity, planned.refused, failed))
+            tracked.owes_report = False
 
     # ---- exports -----------------------------------------------------------------------------------------------------
 
@@ -283,13 +322,20 @@ class Requests:
         self._orders.dropped.extend(known)
 
 
-def _claim(pulls: Sequence[Pull], first_block: int) -> Claim | None:
-    """The runs, or ends of them, that follow on block `first_block` without a gap."""
+def _claim(planned: Planned, first_block: int, size: int) -> Claim | None:
+    """The runs, or ends of them, that follow on block `first_block` without a gap; then passages, with any gaps."""
     runs, end = [], first_block
-    for pull in pulls:
+    for pull in planned.pulls:
         run = pull.plan.run
         run_end = run.first_block + run.blocks
         if run.first_block <= end < run_end:
             runs.append((pull, end, run_end))
             end = run_end
-    return Claim(first_block, runs) if runs else None
+    passages, end_token = [], end * size
+    for pull in planned.passages:
+        if pull.plan.target_position >= end_token:
+            passages.append(pull)
+            end_token = pull.plan.target_position + pull.plan.run.blocks * size
+    if end_token // size > end:
+        return Claim(first_block, runs, passages, end_token // size)
+    return Claim(first_block, runs, (), end) if runs else None

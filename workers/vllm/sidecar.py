@@ -1,4 +1,5 @@
-"""`GET /server_info` of a vLLM worker, for gateways: what can be moved, and as whom. And `/metrics` of what was moved.
+"""`GET /server_info` of a vLLM worker, for gateways: what can be moved, and as whom. `/metrics` of what was moved, and
+`POST /reports/KEY` of what became of a request's plans, for its answer.
 
 vLLM answers neither itself, so the worker's side does, at an address of its own, on loopback by default.
 """
@@ -16,13 +17,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from workers.openai.server import WorkerServer
-from workers.reference.transfer.service import Attachment, TransferService
+from workers.transfer.service import Attachment, TransferService
+from workers.vllm.reports import Reports
 
 Describe = Callable[[TransferService], Mapping[str, Any]]
 
 
 def sidecar(
-    host: str, port: int, describe: Describe, metrics: Collector, listening: Callable[[str], None]
+    host: str, port: int, describe: Describe, metrics: Collector, reports: Reports, listening: Callable[[str], None]
 ) -> Attachment:
     """Serves while transfers do. `listening` hears the URL. Starting raises CannotListen."""
     registry = CollectorRegistry()
@@ -36,11 +38,16 @@ def sidecar(
         async def scrape(_request: Request) -> Response:
             return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
+        async def report(request: Request) -> Response:
+            headers = reports.take(request.path_params["key"])
+            return Response(status_code=404) if headers is None else JSONResponse(dict(headers))
+
         async def health(_request: Request) -> Response:
             return Response()
 
         answers = {"/server_info": server_info, "/metrics": scrape, "/health": health}
-        app = Starlette(routes=[Route(path, answer) for path, answer in answers.items()])
+        routes = [Route(path, answer) for path, answer in answers.items()]
+        app = Starlette(routes=[*routes, Route("/reports/{key}", report, methods=["POST"])])
         server = WorkerServer(app, host=host, port=port)
         await server.start()
         listening(server.url)

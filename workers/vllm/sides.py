@@ -4,7 +4,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from typing import Any
 
 from torch import Tensor
@@ -19,16 +19,18 @@ from cachecore.transfer.tcp.client import ClientSettings
 from workers.engine import TransferInfo, TransferMetrics
 from workers.openai.metrics import TransferCollector
 from workers.openai.server import CannotListen
-from workers.reference.transfer.loader import Destination
-from workers.reference.transfer.plans import PlanReader
-from workers.reference.transfer.service import Attachment, TransferOptions, TransferService
+from workers.transfer.loader import Destination
+from workers.transfer.plans import PlanReader
+from workers.transfer.service import Attachment, TransferOptions, TransferService
 from workers.vllm.classes import class_of
 from workers.vllm.facts import Facts, in_layer_order
+from workers.vllm.fuser import load_fuser
 from workers.vllm.index import BlockIndex
 from workers.vllm.layout import EnginePages, Store, engine_memory
 from workers.vllm.moving import Mover
 from workers.vllm.names import Namings
 from workers.vllm.plans import PlanDesk
+from workers.vllm.reports import Reports
 from workers.vllm.requests import Requests
 from workers.vllm.settings import SettingsError
 from workers.vllm.sidecar import sidecar
@@ -39,9 +41,8 @@ logger = logging.getLogger("ropeway.transfer")
 def scheduler_side(facts: Facts, keyring: Keyring, holder: Holder) -> Requests:
     """`holder` is as which the worker's side serves and pulls."""
     namings = Namings(keyring, facts.model, facts.tokenizer_fingerprint, facts.block_size_tokens)
-    metrics = TransferMetrics()
-    reader = PlanReader(keyring, holder, facts.settings.codecs, metrics)
-    return Requests(namings.of, PlanDesk(reader, metrics.refused), facts.block_size_tokens)
+    reader = PlanReader(keyring, holder, facts.settings.codecs, TransferMetrics())
+    return Requests(namings.of, PlanDesk(reader, facts.settings.fuser), facts.block_size_tokens)
 
 
 class WorkerSide:
@@ -51,6 +52,7 @@ class WorkerSide:
         self._facts = facts
         self._keyring = keyring
         self._epoch = time.time_ns()
+        self._reports = Reports()
         self.mover: Mover | None = None
 
     @property
@@ -67,13 +69,15 @@ class WorkerSide:
         destination = self._destination(memory)
         lineage_of = Namings(self._keyring, facts.model, facts.tokenizer_fingerprint, facts.block_size_tokens).of
         index = BlockIndex(lineage_of)
-        mover = Mover(index, lineage_of)
+        fuser = load_fuser(facts.checkpoint, memory, index) if settings.fuser else None
+        mover = Mover(index, lineage_of, self._reports, fuser)
         options = TransferOptions(
             host=settings.host,
             port=settings.port,
             name=settings.name,
             codecs=settings.codecs,
             client=ClientSettings(stall_seconds=settings.stall_seconds, connect_seconds=settings.connect_seconds),
+            tls=settings.open_tls(),
             attachments=[self._sidecar()],
         )
         service = TransferService(options, self._keyring, self._epoch, destination, index, mover.wake, facts.rank)
@@ -103,7 +107,8 @@ class WorkerSide:
     def _sidecar(self) -> Attachment:
         facts, settings = self._facts, self._facts.settings
         metrics = TransferCollector(facts.model, facts.rank, self._metrics)
-        return sidecar(settings.sidecar_host, settings.sidecar_port, self._describe, metrics, _say_where)
+        host, port = settings.sidecar_host, settings.sidecar_port
+        return sidecar(host, port, self._describe, metrics, self._reports, _say_where)
 
     def _describe(self, service: TransferService) -> Mapping[str, Any]:
         """`/server_info`, as our own workers answer it."""
@@ -115,6 +120,7 @@ class WorkerSide:
             shape.compatibility.hex(),
             list(facts.settings.codecs),
             2 * shape.layers * shape.kv_heads * shape.head_dim * itemsize,
+            shifted=facts.settings.fuser,
         )
         return {
             "engine": "vllm",
@@ -133,7 +139,7 @@ class WorkerSide:
         """What has been pulled and served so far."""
         metrics = self._metrics()
         return {
-            **asdict(metrics),
+            **{field.name: getattr(metrics, field.name) for field in fields(metrics)},
             "pulls": {":".join(filter(None, key)): count for key, count in metrics.pulls.items()},
             "blocks": 0 if self.mover is None else len(self.mover.index),
         }

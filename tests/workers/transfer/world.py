@@ -181,8 +181,8 @@ class Link:
                 await self._pass_on(source_reader, writer)
             finally:
                 up.cancel()
+                source_writer.close()  # first: this may be cancelled while it waits
                 await asyncio.gather(up, return_exceptions=True)
-                source_writer.close()
         writer.close()
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

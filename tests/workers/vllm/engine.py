@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -83,14 +83,23 @@ class FakeVllm:
     def dtype(self) -> torch.dtype:
         return self.memory.tensors[0].dtype
 
-    def begin(self, prompt: Sequence[int], *plans: Plan, salt: str = SALT, computed: int = 0) -> tuple[str, list[int]]:
-        """A request that waits for a load; its id and its blocks."""
-        documents = [signed(plan, target=self.info.holder) for plan in plans]
-        request = FakeRequest(f"pulls-{next(self._ids)}", list(prompt), salt, params(*documents))
+    def begin(
+        self,
+        prompt: Sequence[int],
+        *plans: Plan | dict[str, Any],
+        salt: str = SALT,
+        computed: int = 0,
+        table: Sequence[int] = (),
+        more: Mapping[str, Any] | None = None,
+    ) -> tuple[str, list[int]]:
+        """A request that waits for a load; its id and its blocks. Plans that are not signed are so here; `more` goes
+        with them."""
+        documents = [plan if isinstance(plan, dict) else signed(plan, target=self.info.holder) for plan in plans]
+        request = FakeRequest(f"pulls-{next(self._ids)}", list(prompt), salt, {**params(*documents), **(more or {})})
         self.requests.add(request)
         tokens = self.requests.match(request.request_id, computed)
-        assert tokens
-        table = self.take(-(-len(prompt) // SIZE))
+        assert tokens, "nothing would come"
+        table = list(table)[: -(-len(prompt) // SIZE)] or self.take(-(-len(prompt) // SIZE))
         self.requests.allocated(request.request_id, table, tokens)
         request.num_computed_tokens = computed + tokens
         self.step()

@@ -13,7 +13,7 @@ from cachecore.transfer.capability import Run
 from cachecore.transfer.plan import PARAMETER, Grant, Plan, sign
 from tests.workers.reference.support import KEYRING, BytesRenderer
 from workers.engine import TransferMetrics
-from workers.reference.transfer.plans import PlanReader
+from workers.transfer.plans import PlanReader
 from workers.vllm.names import Namings
 from workers.vllm.plans import PlanDesk
 from workers.vllm.requests import Requests
@@ -81,9 +81,8 @@ def planned(request_id: str = "one", *plans: Plan, **fields: Any) -> FakeRequest
     return FakeRequest(request_id, kv_transfer_params=params(*documents), **fields)
 
 
-def desk(metrics: TransferMetrics | None = None, codecs: Sequence[str] = ("raw", "i8")) -> PlanDesk:
-    metrics = metrics or TransferMetrics()
-    return PlanDesk(PlanReader(KEYRING, OURS, codecs, metrics), metrics.refused)
+def desk(codecs: Sequence[str] = ("raw", "i8")) -> PlanDesk:
+    return PlanDesk(PlanReader(KEYRING, OURS, codecs, TransferMetrics()))
 
 
 def scheduler() -> Requests:

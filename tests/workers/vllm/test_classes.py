@@ -8,8 +8,8 @@ import torch
 
 from cachecore.kv.rope import rope_table
 from tests.workers.vllm.checkpoints import save_checkpoint
+from workers.reference.compatibility import shape_of
 from workers.reference.config import ModelConfig
-from workers.reference.transfer.shape import KvShape
 from workers.reference.weights import load_weights
 from workers.vllm.classes import Checkpoint, KvClass, class_of
 from workers.vllm.settings import SettingsError
@@ -25,7 +25,7 @@ def test_the_class_is_the_reference_workers(tmp_path: Path, dtype: torch.dtype, 
     found = saved(tmp_path, dtype, **changes)
     config = ModelConfig.load(tmp_path)
     weights = load_weights(tmp_path, config, dtype, torch.device("cpu"))
-    shape = KvShape.of(config, weights, 4, 256)
+    shape = shape_of(config, weights, 4, 256)
     assert found.shape(config.layers, config.kv_heads, config.head_dim, 4, dtype) == shape
     assert found.rope is not None
     assert torch.equal(found.rope.cos, rope_table(config.rope, 256).cos)

@@ -6,7 +6,7 @@ from cachecore.blocks import pack_tokens
 from cachecore.scope import Fidelity, Salt
 from cachecore.transfer.errors import Reason, Unserved
 from tests.workers.vllm.support import KEYRING, NAMINGS, PROMPT, SALT, SIZE, TENANT, chain_of
-from workers.reference.kv_pool import HeldRun
+from workers.transfer.runs import HeldRun
 from workers.vllm.index import BlockIndex
 from workers.vllm.orders import Export, Orders
 

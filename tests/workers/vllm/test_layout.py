@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cachecore.kv.layout import LayerKv, TransposedMemory, slots_of
-from workers.reference.transfer.pages import stretches_of
+from workers.transfer.pages import stretches_of
 from workers.vllm.layout import EnginePages, engine_memory
 from workers.vllm.settings import SettingsError
 

@@ -14,7 +14,7 @@ from cachecore.kv.layout import LayerKv
 from cachecore.scope import Fidelity, Salt
 from cachecore.transfer.errors import Reason
 from tests.workers.reference.support import KEYRING, BytesRenderer
-from tests.workers.reference.transfer.world import (
+from tests.workers.transfer.world import (
     Link,
     answer,
     generation,
@@ -316,6 +316,33 @@ async def test_the_sidecar_says_who_it_is_and_what_it_moved(tmp_path: Path, capl
     assert ours["counts"]["served"] == theirs["counts"]["pulls"]["fetched"] == 1
     assert ours["counts"]["served_bytes"] == theirs["counts"]["pulled_bytes"] == 2 * LAYER_BYTES
     assert ours["epoch"] == source.side.holder.epoch
+
+
+async def test_the_sidecar_counts_what_was_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "ropeway.transfer")
+    async with two(tmp_path) as (source, target):
+        url = next(line.split()[3] for line in caplog.messages if "gateways ask" in line)
+        assert not (await target.pull(PROMPT, source.plan(PROMPT)))[0]
+        async with httpx.AsyncClient(trust_env=False) as http:
+            told = (await http.get(url)).raise_for_status().json()
+    assert told["counts"]["refused"] == {"stale": 1}
+
+
+async def test_layers_are_put_in_place_as_they_come(tmp_path: Path) -> None:
+    """Though a request is computed once all of them have come."""
+    async with two(tmp_path) as (source, target), Link(source.info.address).open() as link:
+        source.info.source.frame_bytes = 1
+        held = source.compute(PROMPT)
+        link.hold_at = LAYER_BYTES + 3 * LAYER_BYTES // 4
+        request_id, table = target.begin(PROMPT, source.plan(PROMPT, addresses=(link.address,)))
+        first = source.read(held[:10])[0]
+        await until(lambda: torch.equal(target.read(table[:10])[0].keys, first.keys))
+        assert torch.equal(target.read(table[:10])[0].values, first.values)
+        assert not any(part.any() for part in target.read(table[:10])[1])
+        assert target.mover.settled() == (set(), set())
+        link.opened.set()
+        assert await target.ended(request_id)
+        assert same(target.read(table[:10]), source.read(held[:10]))
 
 
 async def test_a_port_that_is_taken_is_one_clear_error(tmp_path: Path) -> None:

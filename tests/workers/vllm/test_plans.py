@@ -2,6 +2,7 @@
 
 import copy
 import time
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,8 +31,7 @@ from tests.workers.vllm.support import (
     scheduler,
     signed,
 )
-from workers.engine import TransferMetrics
-from workers.vllm.guarded import guarded
+from workers.guarded import guarded
 from workers.vllm.names import RequestNames
 
 GOOD = signed(plan_of())
@@ -39,11 +39,10 @@ GOOD = signed(plan_of())
 
 def read(given: Any, *, salt: str = SALT, accepted: Fidelity = Fidelity.EXACT) -> tuple[int, Mapping[str, int]]:
     """How many pulls there are in it, and why others are none."""
-    metrics = TransferMetrics()
     request = FakeRequest(cache_salt=salt, kv_transfer_params=given)
     names = RequestNames(naming_of(salt), request.all_token_ids, len(PROMPT))
-    pulls = desk(metrics)(request, names, accepted)
-    return len(pulls), {str(reason): count for reason, count in metrics.refused.items()}
+    planned = desk()(request, names, accepted)
+    return len(planned.pulls), Counter(reason.value for reason in planned.refused)
 
 
 def test_a_plan_of_the_gateways_counts() -> None:
@@ -148,7 +147,7 @@ def test_a_hook_that_fails_answers_what_it_would_without_a_connector(caplog: pyt
 
     assert hook(1) == (1, True)
     assert hook(number=0) == (0, False)
-    assert "hook failed; vLLM goes on without it" in caplog.text
+    assert "hook failed; the engine goes on without it" in caplog.text
 
 
 def test_requests_with_the_same_id_end_one_by_one() -> None:

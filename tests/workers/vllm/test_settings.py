@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cachecore.prompts.huggingface import HuggingFaceRenderer
+from tests.cachecore.transfer.certificates import Authority
 from tests.workers.vllm.checkpoints import save_checkpoint
 from tests.workers.vllm.support import KEYRING
 from workers.reference.fetch import default_cache_dir, fetch_smollm2
@@ -76,6 +77,21 @@ def test_what_would_not_work_is_refused(keyring: str, extra: dict[str, Any], pol
     with pytest.raises(SettingsError, match=reason) as refused:
         read_settings({"keyring": keyring, **extra}, policy)
     assert "\n" not in str(refused.value)
+
+
+def test_tls_is_opened_at_once(keyring: str, tmp_path: Path) -> None:
+    files = Authority.make(tmp_path).certify("a")
+    extra = {"keyring": keyring, "tls_cert": str(files.certificate), "tls_key": str(files.key)}
+    assert read_settings({"keyring": keyring}, "recompute").open_tls() is None
+    assert read_settings({**extra, "tls_ca": str(files.authority)}, "recompute").open_tls() is not None
+    for changed, reason in (
+        (extra, "TLS for KV: peers would not believe"),
+        ({**extra, "tls_key": "/nowhere/a.key"}, "TLS for KV: cannot read /nowhere/a.key"),
+        ({"keyring": keyring, "tls_ca": str(files.authority)}, "needs a certificate: set tls_cert"),
+    ):
+        with pytest.raises(SettingsError, match=reason) as refused:
+            read_settings(changed, "recompute")
+        assert "\n" not in str(refused.value)
 
 
 def test_ranks_have_ports_of_their_own(keyring: str) -> None:
