@@ -275,6 +275,9 @@ class TransferConfig(Section, frozen=True, kw_only=True):
     """A pull is given the time in which it could still win, within these bounds. Less than the lower one would stop
     pulls wherever prefill is slower than the gateway knows yet."""
     deadline_seconds_max: Annotated[float, msgspec.Meta(gt=0, le=DEADLINE_SECONDS_MAX)] = 30.0
+    link_gbps: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    """Of the network between workers, as its vendor says it: what a link is taken for until something was moved over
+    it. Null takes one for 80 Gb/s, at which a fast model's KV is computed about as soon as it is moved."""
     kl_budgets: dict[str, Annotated[float, msgspec.Meta(gt=0)]] = msgspec.field(
         default_factory=lambda: {"i8": 1e-3, "fp8": 1e-2, "i4h": 3e-2, "lm3h": 1e-1, "fused": 1e-1}
     )

@@ -60,6 +60,7 @@ from gateway.views.transfers import QualityCollector, TransferCollector
 from gateway.views.trust import TrustCollector
 from policies import POLICIES
 from policies import create as create_policy
+from policies.estimates import LinkPrior
 from policies.peers import create_peer
 from policies.shadow import Shadows
 from policies.state.guard import GuardSettings, QualityGuard
@@ -81,7 +82,11 @@ class Gateway:
         tenants = Tenants.load(config.tenants.api_keys_file)
         renderers = load_renderers(config.tokenizers, config.prompts)
         backend = IndexBackend(config, keyring) if config.redis != "none" else None
-        self.knowledge = Knowledge(backend.index if backend else MemoryIndex(blocks_max=config.index.blocks_max))
+        gbps = config.transfer.link_gbps
+        self.knowledge = Knowledge(
+            backend.index if backend else MemoryIndex(blocks_max=config.index.blocks_max),
+            LinkPrior.of_network(gbps) if gbps is not None else None,
+        )
         self.prompts = Prompts(
             keyring, PromptNamer(config.prompts.cache_bytes_max), config.limits.long_prompt_characters
         )

@@ -230,6 +230,10 @@ class DecodeModel:
         }
 
 
+USABLE_SHARE = 0.9
+"""Of a link's nominal rate, after framing."""
+
+
 @dataclass(frozen=True, slots=True)
 class LinkPrior:
     """A way from one holder to another before anything was moved over it. Rather too fast: whoever is taken for slow is
@@ -237,6 +241,11 @@ class LinkPrior:
 
     latency_seconds: float = 0.005
     bytes_per_second: float = 1.0e10
+
+    @classmethod
+    def of_network(cls, gigabits_per_second: float) -> "LinkPrior":
+        """Of a network that is sold as so fast, `USABLE_SHARE` of which carries KV."""
+        return cls(bytes_per_second=gigabits_per_second * 1e9 / 8 * USABLE_SHARE)
 
 
 class LinkModel:

@@ -13,6 +13,7 @@ from gateway.fleet.engines.contract import EngineLoad
 from gateway.fleet.trust import TrustLevel
 from gateway.fleet.worker import ModelPool, Parity, WorkerRecord
 from policies.contract import Snapshot
+from policies.estimates import FleetEstimates, LinkPrior
 from policies.state.beliefs import NO_DEPTHS, Basis, Beliefs, Inquiry, WorkerBelief, blocks_by_holder
 
 # A named tuple's own constructor is a function in Python.
@@ -25,8 +26,9 @@ CONTEXT_TOKENS_MAX = 1 << 40
 class Knowledge(Beliefs):
     """The index and the pure state of `policies/`, wired together. Nothing in here does I/O."""
 
-    def __init__(self, index: PrefixIndex) -> None:
-        super().__init__(ChainMultiset)
+    def __init__(self, index: PrefixIndex, link: LinkPrior | None = None) -> None:
+        """`link`: what every link is taken for before anything was moved over it."""
+        super().__init__(ChainMultiset, FleetEstimates(link=link))
         self.index = index
         self._workers: dict[WorkerRecord, WorkerBelief] = {}
         """Made once in each life of a worker."""

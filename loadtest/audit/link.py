@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-USABLE_SHARE = 0.9
-"""Of a link's nominal rate: what is left of it after protocol and pauses."""
-_BITS = 8
+from policies.estimates import LinkPrior
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +19,7 @@ class LinkShape:
 
     @property
     def bytes_per_second(self) -> float:
-        return self.gigabits_per_second * 1e9 / _BITS * USABLE_SHARE
+        return LinkPrior.of_network(self.gigabits_per_second).bytes_per_second
 
 
 class Transfer(NamedTuple):

@@ -176,6 +176,7 @@ def test_transfer(write) -> None:
         ("transfer: {codecs: []}", "transfer.codecs"),
         ("transfer: {deadline_seconds_min: 2, deadline_seconds_max: 1}", "deadline_seconds_min is larger"),
         ("transfer: {deadline_seconds_max: 700}", "transfer.deadline_seconds_max"),
+        ("transfer: {link_gbps: 0}", "transfer.link_gbps"),
     ],
 )
 def test_a_wrong_transfer_section(write, text: str, complaint: str) -> None:

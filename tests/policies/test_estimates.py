@@ -192,6 +192,11 @@ def test_decode_learns_step_and_context():
     assert model.step_seconds(500_000) == pytest.approx(0.022, rel=0.03)
 
 
+def test_a_network_is_taken_for_nine_tenths_of_what_it_is_sold_as() -> None:
+    fleet = FleetEstimates(link=LinkPrior.of_network(400))
+    assert fleet.link("a", "b").transfer_seconds(45_000_000_000) == pytest.approx(1.0 + LinkPrior().latency_seconds)
+
+
 def test_link_learns_latency_and_bandwidth():
     random, model = Random(13), LinkModel(LinkPrior(0.005, 1e9))
     for _ in range(200):
