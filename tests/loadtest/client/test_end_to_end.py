@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,8 @@ def test_what_cannot_be_done_is_said_in_a_line(arguments: list[str], said: str) 
 
 
 def test_locust_runs_clean(stack: tuple[Fleet, Gateway]) -> None:
-    pytest.importorskip("locust", reason="locust is not installed")
+    if find_spec("locust") is None:  # imported, it would patch this very process
+        pytest.skip("locust is not installed")
     fleet, gateway = stack
     for url in fleet.urls:
         httpx.delete(f"{url}/simulate/log", trust_env=False)
