@@ -29,6 +29,8 @@ Row = dict[str, Any]
 CAPACITIES = {"hbm": 2_500, "tight": 4_570, "ample": AMPLE_BLOCKS}
 TRACES = {"conversation": "conversation_trace.jsonl", "synthetic": "synthetic_trace.jsonl"}
 STEP = 0.25
+FINE_STEP = 0.1
+"""Of the two loads that a capacity lies between in the end: goodput bends there, and a wider line cuts the corner."""
 
 
 class Variant(NamedTuple):
@@ -162,20 +164,24 @@ class Replays:
 
 
 def capacity(replays: Replays, cell: Cell, variant: Variant, seed: int) -> float | None:
-    """Goes up or down from the cell's load in steps until two neighbours have it between them."""
+    """Goes up or down from the cell's load until two neighbours have it between them, then halves what is between."""
     points: list[tuple[float, float]] = []
-    load, stride = cell.load, 0.0
+    load, stride, low, high = cell.load, 0.0, 0.0, 0.0
     while load > 0.0:
         row = replays.row(cell._replace(load=load), variant, seed)
         if row is None:
             return None
         points.append((load, row["goodput"]))
         met = row["goodput"] >= SLO_SHARE
+        low, high = (load, high) if met else (low, load)
         if not stride:
             stride = STEP if met else -STEP
-        elif met != (stride > 0.0):
+        if not (low and high):
+            load += stride
+        elif high - low > FINE_STEP:
+            load = (low + high) / 2
+        else:
             break
-        load += stride
     found = slo_capacity(points)
     return found if isfinite(found) else None
 
