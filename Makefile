@@ -14,7 +14,7 @@ PACKAGES := ropeway.py cachecore policies gateway workers loadtest
 OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-faults test-pools test-quality test-servers test-transports test-vllm check format bench clean
+.PHONY: help setup demo test test-faults test-moving test-pools test-quality test-servers test-traces test-transports test-vllm check format bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
@@ -48,6 +48,13 @@ test-faults: setup ## several gateways under load while their Redis or Valkey mi
 
 test-servers: setup ## the mirror on Debian's Redis and on a cluster of three, too (some minutes)
 	$(BIN)/python -m pytest -m servers tests/cachecore/index
+
+test-moving: setup ## KV that moves between workers with a real model (some minutes)
+	@$(BIN)/ropeway model fetch smollm2
+	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest -m moving tests/gateway/end_to_end tests/workers/transfer
+
+test-traces: setup ## readers, bounds and replays on public traces, at ROPEWAY_SHARED (a minute)
+	$(BIN)/python -m pytest -m traces tests/loadtest
 
 test-quality: setup ## what repaired and quantized KV costs, on the real model (some minutes)
 	@$(BIN)/ropeway model fetch smollm2

@@ -258,7 +258,7 @@ CASES = {
         [
             f"{IDS}::test_block_sizes_are_inferred",
             f"{IDS}::test_a_stated_block_size_is_kept_and_judged",
-            "loadtest/traces/test_reading.py::test_a_public_file_is_sound",
+            "loadtest/traces/test_reading.py::test_public_files_are_sound",
         ],
     ),
     146: Case(

@@ -1,6 +1,5 @@
 """The table of cases names tests that exist, every case there is, and what its page says."""
 
-import os
 import re
 from functools import lru_cache
 from pathlib import Path
@@ -9,6 +8,7 @@ import pytest
 
 from tests.cases.page import PAGE, page
 from tests.cases.table import CASES, SECTIONS
+from tests.shared import shared
 
 TESTS = Path(__file__).parents[1]
 
@@ -36,9 +36,6 @@ def test_the_page_is_the_table() -> None:
 
 
 def test_no_case_is_missing() -> None:
-    shared = os.environ.get("ROPEWAY_SHARED")
-    reported = Path(shared or "", "cases", "cases.md")
-    if not shared or not reported.exists():
-        pytest.skip("ROPEWAY_SHARED does not say where the reports are")
+    reported = shared("cases", "cases.md")
     numbers = {int(number) for number in re.findall(r"^\| *(\d+) *\|", reported.read_text(), re.M)}
     assert numbers == set(CASES)

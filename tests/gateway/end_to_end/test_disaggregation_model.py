@@ -35,7 +35,7 @@ SHAPE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "
 MODEL_CONFIG = ModelConfig.parse({**TINY, **SHAPE, "vocab_size": 256, "max_position_embeddings": 1024})
 CONFIG = {"transfer": {"codecs": ["raw"], "fidelity": "exact", "deadline_seconds_min": 20.0}}
 
-pytestmark = [pytest.mark.model, pytest.mark.slow]
+pytestmark = [pytest.mark.model, pytest.mark.moving]
 
 
 async def start_worker(stack: AsyncExitStack, keyring: Keyring, name: str) -> str:

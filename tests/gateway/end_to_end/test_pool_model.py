@@ -23,7 +23,7 @@ from tests.gateway.end_to_end.processes import (
 BLOCK_TOKENS, RUN_BLOCKS = 16, 4
 CONFIG = {"transfer": {"codecs": ["raw"], "fidelity": "exact", "deadline_seconds_min": 20.0}}
 
-pytestmark = [pytest.mark.model, pytest.mark.slow]
+pytestmark = [pytest.mark.model, pytest.mark.moving]
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ CONFIG = {
     "transfer": {"codecs": ["raw"], "shifted": True, "deadline_seconds_min": 20.0},
 }
 
-pytestmark = [pytest.mark.model, pytest.mark.slow]
+pytestmark = [pytest.mark.model, pytest.mark.moving]
 
 
 @pytest.fixture(scope="module")

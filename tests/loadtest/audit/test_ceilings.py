@@ -1,8 +1,6 @@
 """Hit rates without time: golden numbers, small cases by hand, and a naive model beside each cache."""
 
-import os
 from itertools import product
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -11,6 +9,7 @@ from loadtest.audit.ceilings import Ceilings, HitRate, ceilings_row
 from loadtest.traces.building import names_of
 from loadtest.traces.contract import Trace, TraceRequest
 from loadtest.traces.reading import read_trace
+from tests.shared import shared
 
 GOLDEN = {
     "conversation": {
@@ -36,30 +35,27 @@ GOLDEN = {
         "hit_rate_round_robin_8": 0.2264,
     },
 }
-"""Measured by a script of another's; without $ROPEWAY_SHARED, which says where the traces lie, these are skipped."""
+"""Measured by a script of another's."""
 
 
 def mooncake(name: str) -> Trace:
-    shared = os.environ.get("ROPEWAY_SHARED")
-    if not shared:
-        pytest.skip("ROPEWAY_SHARED does not say where the traces are")
-    path = Path(shared) / "traces" / "mooncake" / f"{name}_trace.jsonl"
-    if not path.exists():
-        pytest.skip(f"there is no {path}")
-    return read_trace(path)
+    return read_trace(shared("traces", "mooncake", f"{name}_trace.jsonl"))
 
 
+@pytest.mark.traces
 @pytest.mark.parametrize("name", list(GOLDEN))
 def test_golden(name: str) -> None:
     assert ceilings_row(mooncake(name)) == GOLDEN[name]
 
 
+@pytest.mark.traces
 def test_a_beginning_that_all_share_draws_all_to_one_node() -> None:
     rate, requests = Ceilings(mooncake("conversation")).longest_prefix(8)
     assert round(rate.blocks, 4) == 0.3664
     assert requests == [12_031, 0, 0, 0, 0, 0, 0, 0]
 
 
+@pytest.mark.traces
 def test_the_longest_prefix_spreads_where_beginnings_differ() -> None:
     rate, requests = Ceilings(mooncake("synthetic")).longest_prefix(8)
     assert round(rate.blocks, 4) == 0.6396

@@ -1,30 +1,24 @@
 """The audit beside what Dynamo 1.6.1's own offline replay says of the Mooncake conversation trace.
 
-$ROPEWAY_SHARED names the directory that holds `traces/mooncake`; without it these tests are skipped.
+It needs the trace (tests/shared.py), and a minute: `make test-traces`.
 """
-
-import os
-from pathlib import Path
 
 import pytest
 
 from loadtest.audit.prepared import PreparedTrace, prepare
 from loadtest.audit.runs import Scenario, replay
 from loadtest.traces.reading import read_trace
+from tests.shared import shared
 from workers.timing import DYNAMO_POLYNOMIAL
+
+pytestmark = pytest.mark.traces
 
 GOLDEN = Scenario("round-robin", nodes=8, load=8.0, profile=DYNAMO_POLYNOMIAL, capacity_blocks=16_384)
 
 
 @pytest.fixture(scope="module")
 def conversation() -> PreparedTrace:
-    shared = os.environ.get("ROPEWAY_SHARED")
-    if not shared:
-        pytest.skip("ROPEWAY_SHARED does not say where the traces are")
-    path = Path(shared) / "traces" / "mooncake" / "conversation_trace.jsonl"
-    if not path.exists():
-        pytest.skip(f"there is no {path}")
-    return prepare(read_trace(path))
+    return prepare(read_trace(shared("traces", "mooncake", "conversation_trace.jsonl")))
 
 
 def test_round_robin_takes_the_time_that_dynamo_says(conversation: PreparedTrace) -> None:

@@ -1,7 +1,6 @@
 """What a file is, by its content; and what is said of files that are none of ours."""
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from loadtest.traces.contract import NO_PREDECESSOR, Trace, TraceError
 from loadtest.traces.health import health_notes, longer_than
 from loadtest.traces.reading import FORMATS, FORMATS_BY_NAME, detect, read_trace
 from loadtest.traces.rows import csv_rows, json_rows
+from tests.shared import SHARED, shared
 
 MOONCAKE = {"timestamp": 0, "input_length": 10, "output_length": 1, "hash_ids": [0]}
 
@@ -150,14 +150,8 @@ def test_health_of_lengths(tmp_path: Path) -> None:
     )
 
 
-def shared_files() -> list[Path]:
-    shared = os.environ.get("ROPEWAY_SHARED")
-    root = Path(shared) / "traces" if shared else None
-    return sorted(path for path in root.rglob("*") if path.is_file()) if root is not None and root.is_dir() else []
-
-
-PUBLIC_FILES = shared_files()
-"""Real files of most formats; none without $ROPEWAY_SHARED, which says where they lie."""
+PUBLIC_FILES = sorted(path for path in (SHARED / "traces").rglob("*") if path.is_file())
+"""Real files of most formats; none where there are none (tests/shared.py)."""
 READ_FORMATS = {
     "aibrix",
     "aiperf-export",
@@ -210,8 +204,9 @@ def refused_because(path: Path) -> str:
     return ""
 
 
-@pytest.mark.skipif(not PUBLIC_FILES, reason="ROPEWAY_SHARED does not say where the traces are")
+@pytest.mark.traces
 def test_public_files_are_read_or_refused_by_name() -> None:
+    shared("traces")
     refused = {path: reason for path in PUBLIC_FILES if (reason := refused_because(path))}
     assert len(refused) <= 25
     for path, reason in refused.items():
@@ -220,13 +215,13 @@ def test_public_files_are_read_or_refused_by_name() -> None:
     assert {detect(path).name for path in PUBLIC_FILES if path not in refused} == READ_FORMATS
 
 
-NO_FILES = pytest.mark.skip(reason="ROPEWAY_SHARED does not say where the traces are")
-KNOWN_FILES = [pytest.param(path, id=path.name) for path in PUBLIC_FILES if not refused_because(path)]
-
-
-@pytest.mark.parametrize("path", KNOWN_FILES or [pytest.param(Path(), marks=NO_FILES)])
-def test_a_public_file_is_sound(path: Path) -> None:
-    trace = read_trace(path)
-    assert trace.requests
-    assert sound(trace)
-    assert not any("malformed" in note for note in trace.notes)
+@pytest.mark.traces
+def test_public_files_are_sound() -> None:
+    shared("traces")
+    for path in PUBLIC_FILES:
+        if refused_because(path):
+            continue
+        trace = read_trace(path)
+        assert trace.requests, path
+        assert sound(trace), path
+        assert not any("malformed" in note for note in trace.notes), path

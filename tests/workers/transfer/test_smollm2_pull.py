@@ -18,7 +18,7 @@ from workers.reference.config import ModelConfig
 from workers.reference.engine import EngineOptions, ReferenceEngine
 from workers.reference.weights import load_weights
 
-pytestmark = [pytest.mark.model, pytest.mark.slow]
+pytestmark = [pytest.mark.model, pytest.mark.moving]
 
 BLOCK = 16
 PROMPT_TOKENS = 1_900
