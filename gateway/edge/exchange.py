@@ -389,9 +389,13 @@ class Exchange:
         notes = self._head.notes
         readable: bool | None = notes.get("events")
         if readable is None:
-            fields = dict(self._head.headers)
-            readable = fields.get(b"content-type", b"").lower().startswith(b"text/event-stream")
-            notes["events"] = readable = readable and fields.get(b"content-encoding", b"identity") == b"identity"
+            readable, plain = False, True
+            for name, value in self._head.headers:  # of every answer: cheaper than a dictionary of them
+                if name == b"content-type":
+                    readable = value[:17].lower() == b"text/event-stream"
+                elif name == b"content-encoding":
+                    plain = value == b"identity"
+            notes["events"] = readable = readable and plain
         return readable
 
     def _ends_event(self) -> bool:
