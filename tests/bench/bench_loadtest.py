@@ -52,7 +52,7 @@ def stack(directory: Path) -> Iterator[tuple[str, list[str]]]:
                 break
             except json.JSONDecodeError:
                 continue
-        yield f"http://127.0.0.1:{PORT}", [worker["url"] for worker in document["workers"]]
+        yield f"http://127.0.0.1:{PORT}", document["workers"]
     finally:
         process.terminate()
         process.wait(30)
