@@ -33,10 +33,6 @@ class MeanKv:
         """Of one context, in which the first token stood at `position`. Keys and values may be of any dtype."""
         return cls(_turned(keys, position, None, rope), values.float(), 1)
 
-    @property
-    def is_settled(self) -> bool:
-        return self.contexts >= CONTEXTS_MAX
-
     def joined(self, other: "MeanKv") -> "MeanKv":
         """The mean over the contexts of both. Raises ValueError for KV of another shape."""
         if self.keys.shape != other.keys.shape or self.values.shape != other.values.shape:

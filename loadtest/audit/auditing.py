@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import product
-from math import inf, isfinite, sqrt
+from math import isfinite
 from typing import Any, NamedTuple
 
 from loadtest.audit import advice
@@ -13,17 +13,23 @@ from loadtest.audit.link import LinkShape
 from loadtest.audit.plan import HOST_RATIO, Cache, Plan
 from loadtest.audit.prepared import PreparedTrace, prepare
 from loadtest.audit.report import Advice, Bound, Capacity, Report, Row, averaged
-from loadtest.audit.runs import AMPLE_BLOCKS, SLO_SHARE, RunResult, Scenario, replay, slo_capacity
+from loadtest.audit.runs import (
+    AMPLE_BLOCKS,
+    SLO_SHARE,
+    RunResult,
+    Scenario,
+    loads_to_capacity,
+    replay,
+    slo_capacity,
+)
 from loadtest.audit.traffic import cache_curve, cache_sizes, traffic_of
 from loadtest.commands import Progress, UsageError, silent
 from loadtest.hardware import Link
 from loadtest.traces.contract import Trace
+from loadtest.traces.health import longer_than
 
 TraceOfSeed = Callable[[int], Trace]
 """The same trace for every seed, or another draw of the same workload."""
-SEARCH_PRECISION = 0.03
-"""Of a capacity that is searched for."""
-SEARCH_LOAD_MIN, SEARCH_LOAD_MAX = 1 / 64, 256
 _SECONDS_PER_HOUR = 3_600
 
 
@@ -129,6 +135,9 @@ class _Audit:
         }
 
     def _notes(self) -> Iterator[str]:
+        tokens = min(fleet.blocks for fleet in self._fleets) * self._trace.block_size_tokens
+        if (note := longer_than(self._trace.requests, tokens)) is not None:
+            yield note
         if self._prepared_for(0).grid_seconds and not self._jitter_seconds:
             yield "arrivals were left on their grid: bursts that nobody sent dominate latencies at low load"
         if self._plan.seeds == 1:
@@ -279,13 +288,8 @@ def _swept(keeps_up: Callable[[float], bool], loads: Sequence[float]) -> Iterato
 
 
 def _searched(keeps_up: Callable[[float], bool]) -> Iterator[float]:
-    """Doubles or halves the load until the capacity lies between two, then closes in on it by bisection."""
-    low, high = 0.0, inf
-    load, steps = 1.0, 0
-    while high > low * (1 + SEARCH_PRECISION) and SEARCH_LOAD_MIN <= load <= SEARCH_LOAD_MAX:
-        low, high = (load, high) if keeps_up(load) else (low, load)
-        load = 2 * low if high == inf else high / 2 if not low else float(f"{sqrt(low * high):.4g}")
-        steps += 1
+    """Yields how far it may have come: nobody knows how many loads it takes."""
+    for steps, _ in enumerate(loads_to_capacity(keeps_up), start=1):
         yield 1 - 0.8**steps
     yield 1.0
 

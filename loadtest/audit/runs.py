@@ -8,10 +8,10 @@ capacity at an SLO  the load at which goodput falls to .90, linear between the l
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
-from math import inf, isfinite
+from math import inf, isfinite, sqrt
 from random import Random
 from typing import Any
 
@@ -30,6 +30,9 @@ from workers.timing import LLAMA_3_70B_TP8, TimingProfile, blocks_for
 
 SLO_TTFT_SECONDS = 2.0
 SLO_SHARE = 0.90
+SEEK_PRECISION = 0.02
+"""Of the two loads that a capacity lies between: goodput bends there, and a wider line cuts the corner."""
+SEEK_LOADS = (1 / 64, 256.0)
 SIZE_AWARE_SECONDS = 1.0
 SIZE_AWARE_FACTOR = 2.0
 AMPLE_BLOCKS = 1_000_000_000
@@ -314,26 +317,39 @@ def sweep(
     return results
 
 
+def loads_to_capacity(
+    keeps_up: Callable[[float], bool],
+    start: float = 1.0,
+    factor: float = 2.0,
+    precision: float = SEEK_PRECISION,
+) -> Iterator[float]:
+    """Asks at `start`, then at loads `factor` apart, up or down, until the capacity lies between two, then halves what
+    is between until they are within `precision` of each other. Yields each load once it has been asked about; ends
+    without two neighbours beyond `SEEK_LOADS`."""
+    low, high, load = 0.0, inf, start
+    while high > low * (1 + precision) and SEEK_LOADS[0] <= load <= SEEK_LOADS[1]:
+        asked = load
+        low, high = (load, high) if keeps_up(load) else (low, load)
+        load = low * factor if high == inf else high / factor if not low else float(f"{sqrt(low * high):.4g}")
+        yield asked
+
+
 def seek_capacity(
     trace: PreparedTrace,
     scenario: Scenario,
-    step: float = 0.25,
+    factor: float = 2.0,
     done: Callable[[RunResult], object] = lambda _: None,
 ) -> list[RunResult]:
-    """Replays at the scenario's load and at loads `step` apart from there on, up or down, until two neighbours have the
-    capacity between them (`slo_capacity`). Goodput is taken to fall with the load; loads end at `step`."""
+    """Replays at `loads_to_capacity` from the scenario's load on. Goodput is taken to fall with the load."""
     results: list[RunResult] = []
-    load, stride = scenario.load, 0.0
-    while load > 0.0:
-        result = replay(trace, replace(scenario, load=load))
-        results.append(result)
-        done(result)
-        met = result.goodput >= SLO_SHARE
-        if not stride:
-            stride = step if met else -step
-        elif met != (stride > 0.0):
-            break
-        load += stride
+
+    def keeps_up(load: float) -> bool:
+        results.append(replay(trace, replace(scenario, load=load)))
+        done(results[-1])
+        return results[-1].goodput >= SLO_SHARE
+
+    for _ in loads_to_capacity(keeps_up, scenario.load, factor):
+        pass
     return results
 
 

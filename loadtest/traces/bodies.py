@@ -33,7 +33,6 @@ TIME_KEYS = (
 SESSION_KEYS = ("session_id", "conversation_id", "session", "user_id", "user")
 TENANT_KEYS = ("tenant", "organization", "team", "api_key_name")
 _ANSWER_KEYS = ("response", "response_body", "output", "completion", "answer")
-_DELAY_KEY = "delay"
 _OUTPUT_KEYS = ("output_length", "output_tokens", "completion_tokens", "output_tokens_count")
 
 

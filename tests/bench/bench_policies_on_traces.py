@@ -33,7 +33,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--nodes", type=int, default=8)
     parser.add_argument("--loads", default="1")
     parser.add_argument("--seek", action="store_true", help="from the first load on, look for the capacity at the SLO")
-    parser.add_argument("--step", type=float, default=0.25, help="between loads when seeking")
+    parser.add_argument("--factor", type=float, default=1.07, help="between loads when seeking")
     parser.add_argument("--capacity", default="hbm", help="hbm, tight, ample or blocks")
     parser.add_argument("--profile", default="llama-3-70b-tp8", choices=sorted(PROFILES))
     parser.add_argument("--link", type=float, default=0.0, help="Gbit/s; 0 pulls nothing")
@@ -116,7 +116,7 @@ def main() -> None:
             scenario = replace(base, policy=policy)
             if options.seek:
                 # Seeds differ little: the next one begins where this one ended.
-                found = seek_capacity(trace, replace(scenario, load=starts.get(policy, loads[0])), options.step, show)
+                found = seek_capacity(trace, replace(scenario, load=starts.get(policy, loads[0])), options.factor, show)
                 starts[policy] = found[-1].scenario.load
                 results += found
             else:

@@ -21,16 +21,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from loadtest.audit.link import LinkShape
 from loadtest.audit.prepared import PreparedTrace, prepare
-from loadtest.audit.runs import AMPLE_BLOCKS, SLO_SHARE, Scenario, replay, slo_capacity
+from loadtest.audit.runs import AMPLE_BLOCKS, SLO_SHARE, Scenario, loads_to_capacity, replay, slo_capacity
 from loadtest.traces.reading import read_trace
 from loadtest.workloads.generating import WORKLOADS, generate
 
 Row = dict[str, Any]
 CAPACITIES = {"hbm": 2_500, "tight": 4_570, "ample": AMPLE_BLOCKS}
 TRACES = {"conversation": "conversation_trace.jsonl", "synthetic": "synthetic_trace.jsonl"}
-STEP = 0.25
-FINE_STEP = 0.1
-"""Of the two loads that a capacity lies between in the end: goodput bends there, and a wider line cuts the corner."""
+FACTOR = 1.07
+"""Between loads, from where the capacity of most lies."""
 
 
 class Variant(NamedTuple):
@@ -164,24 +163,21 @@ class Replays:
 
 
 def capacity(replays: Replays, cell: Cell, variant: Variant, seed: int) -> float | None:
-    """Goes up or down from the cell's load until two neighbours have it between them, then halves what is between."""
+    """Sought from the cell's load on. None where none is found, or where replays are another process's to run."""
     points: list[tuple[float, float]] = []
-    load, stride, low, high = cell.load, 0.0, 0.0, 0.0
-    while load > 0.0:
+
+    def keeps_up(load: float) -> bool:
         row = replays.row(cell._replace(load=load), variant, seed)
         if row is None:
-            return None
+            raise LookupError
         points.append((load, row["goodput"]))
-        met = row["goodput"] >= SLO_SHARE
-        low, high = (load, high) if met else (low, load)
-        if not stride:
-            stride = STEP if met else -STEP
-        if not (low and high):
-            load += stride
-        elif high - low > FINE_STEP:
-            load = (low + high) / 2
-        else:
-            break
+        return bool(row["goodput"] >= SLO_SHARE)
+
+    try:
+        for _ in loads_to_capacity(keeps_up, cell.load, FACTOR):
+            pass
+    except LookupError:
+        return None
     found = slo_capacity(points)
     return found if isfinite(found) else None
 

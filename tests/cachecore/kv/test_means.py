@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from cachecore.kv.means import CONTEXTS_MAX, MeanKv
+from cachecore.kv.means import MeanKv
 from cachecore.kv.rope import RopeTable, rope_table
 from cachecore.kv.variants import RopeConfig
 
@@ -74,9 +74,3 @@ def test_other_texts_and_models_do_not_join() -> None:
     keys, values = drawn(1)
     with pytest.raises(ValueError, match="joins none of"):
         MeanKv.of(keys, values, 0, rope).joined(MeanKv.of(keys[:, 1:], values[:, 1:], 0, rope))
-
-
-def test_one_that_has_seen_enough_is_settled() -> None:
-    keys, values = drawn(1)
-    assert not MeanKv(keys, values, CONTEXTS_MAX - 1).is_settled
-    assert MeanKv(keys, values, CONTEXTS_MAX).is_settled

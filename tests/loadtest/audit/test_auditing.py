@@ -56,6 +56,13 @@ def test_every_token_is_hit_or_missed_for_a_reason(trace: Trace) -> None:
         assert row["missed_cold"] > 0.0
 
 
+def test_requests_that_no_engine_holds_are_said(trace: Trace) -> None:
+    assert not any("tokens of KV" in note for note in audited(trace).notes)
+    report = audited(trace, caches=[Cache("13")], policies=["round-robin"])
+    (note,) = [note for note in report.notes if "tokens of KV" in note]
+    assert int(note.split()[0]) == report.rows[0]["rejects"] > 0
+
+
 def test_policies_are_held_against_the_first_seed_by_seed(trace: Trace) -> None:
     ours, theirs = audited(trace, seeds=3, policies=["round-robin", "kv-aware"]).rows
     assert (ours["ttft_over_first"], ours["ttft_over_first_ci95"]) == (1.0, 0.0)

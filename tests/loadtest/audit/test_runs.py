@@ -161,11 +161,11 @@ def test_a_sweep_ends_where_goodput_has_fallen() -> None:
 @pytest.mark.parametrize("start", [2.0, 30.0])
 def test_capacity_is_sought_from_either_side(start: float) -> None:
     trace, scenario = grid(60, 1.0), Scenario("round-robin", 1)
-    results = seek_capacity(trace, replace(scenario, load=start), step=2.0)
+    results = seek_capacity(trace, replace(scenario, load=start), factor=1.5)
     assert len(results) > 2
     points = [(result.scenario.load, result.goodput) for result in results]
     everywhere = [(result.scenario.load, result.goodput) for result in sweep(trace, scenario, range(2, 32, 2))]
-    assert slo_capacity(points) == pytest.approx(slo_capacity(everywhere))
+    assert slo_capacity(points) == pytest.approx(slo_capacity(everywhere), rel=0.1)
     assert 2.0 < slo_capacity(points) < 30.0
 
 
