@@ -66,23 +66,35 @@ class Ledger:
     """Bytes of puts under way."""
     _spent_next: int = 0
     """Of the next claim, should it come into force now."""
+    _unlisted: dict[tuple[TenantId, str], Item] | None = None
+    """Stored since the listing under way began, which may have missed it; None where none is."""
+
+    def begin_listing(self) -> None:
+        """What `load` will bring is being read from now on. One at a time."""
+        self._unlisted = {}
 
     def load(self, listing: Listing) -> None:
-        """What is there now. Puts under way stay under way."""
+        """What was there when it was listed, and what was stored meanwhile. Puts under way stay under way."""
+        unlisted = (self._unlisted or {}).values()
+        self._unlisted = None
         self.items.clear()
         self.tenant_bytes.clear()
         self.bytes = 0
-        for item in listing.items:
+        for item in (*listing.items, *unlisted):
             self.add(item)
         self.foreign_bytes = sum(claim.bytes for claim in listing.claims if claim.writer != self.writer)
 
     def add(self, item: Item) -> None:
         self.remove(item.tenant, item.name)
         self.items[item.tenant, item.name] = item
+        if self._unlisted is not None:
+            self._unlisted[item.tenant, item.name] = item
         self.bytes += item.size
         self.tenant_bytes[item.tenant] = self.tenant_bytes.get(item.tenant, 0) + item.size
 
     def remove(self, tenant: TenantId, name: str) -> None:
+        if self._unlisted is not None:
+            self._unlisted.pop((tenant, name), None)
         item = self.items.pop((tenant, name), None)
         if item is not None:
             self.bytes -= item.size

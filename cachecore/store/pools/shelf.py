@@ -185,9 +185,14 @@ class ShelfPool(PooledRuns):
         generation, ledger = self._generation, self._ledger
         await self._give_back(ledger, generation, self.bounds.bytes_max + 1)
         async with self._turn:
-            ledger.load(await self._shelf.listing(generation))
+            await self._load(ledger, generation)
         await self._evict(generation, ledger.overdue(self._clock()))
         await self._shelf.sweep(generation, self._dead_seconds)
+
+    async def _load(self, ledger: Ledger, generation: int) -> None:
+        """In this process's turn: one listing at a time."""
+        ledger.begin_listing()
+        ledger.load(await self._shelf.listing(generation))
 
     async def _wipe(self) -> int:
         return await self._shelf.new_generation()
@@ -247,7 +252,7 @@ class ShelfPool(PooledRuns):
         granted, useless = False, claim  # until it is in force
         try:
             await self._shelf.claim(generation, claim)
-            ledger.load(await self._shelf.listing(generation))
+            await self._load(ledger, generation)
             if ledger.can_hold(claim):
                 await self._evict(generation, ledger.victims(claim, place.tenant, size))
             granted = ledger.bytes_over(claim) <= 0

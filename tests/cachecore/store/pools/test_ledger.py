@@ -27,6 +27,20 @@ def granted(made: Ledger, size: int) -> Claim:
     return claim
 
 
+def test_what_is_stored_and_removed_while_the_pool_is_listed_is_known() -> None:
+    made = ledger(items=items(1.0, 2.0))
+    made.begin_listing()
+    listed = [*made.items.values()]
+    for item in items(3.0, 4.0):
+        made.add(item)
+    made.remove(ANN, "ann-4.0")
+    made.load(Listing(listed, []))
+    assert sorted(item.worth for item in made.items.values()) == [1.0, 2.0, 3.0]
+    assert (made.bytes, made.tenant_bytes) == (3000, {ANN: 3000})
+    made.load(Listing(listed, []))  # of which the next listing knows better
+    assert made.bytes == 2000
+
+
 def test_nothing_is_put_without_a_claim() -> None:
     made = ledger()
     assert not made.begin(ANN, 10)
