@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
+from math import inf
 from random import Random
 
 from policies.contract import WorkerView
@@ -15,15 +16,18 @@ def least_loaded(workers: Sequence[WorkerView], random: Random) -> WorkerView:
 
 
 def fewest_requests(workers: Sequence[WorkerView], places: Sequence[int], random: Random) -> int:
-    """Of some places among the workers the one with the fewest requests; of equals each with the same chance."""
-    best, fewest, equals = places[0], workers[places[0]].load.inflight, 0
+    """Of some places among the workers the one with the fewest requests; of those that have none the one that was given
+    the least of late, since chance alone sends eleven of twelve prompts that come one by one to one of two idle workers
+    now and then. Of equals each has the same chance."""
+    best, fewest, least, equals = places[0], workers[places[0]].load.inflight, inf, 0
     for place in places:
-        inflight = workers[place].load.inflight
-        if inflight < fewest:
-            best, fewest, equals = place, inflight, 1
-        elif inflight == fewest:
+        load = workers[place].load
+        inflight, placed = load.inflight, 0.0 if load.inflight else load.placed
+        if inflight < fewest or (inflight == fewest and placed < least):
+            best, fewest, least, equals = place, inflight, placed, 1
+        elif inflight == fewest and placed == least:
             equals += 1
-            if equals > 1 and random.random() * equals < 1.0:
+            if random.random() * equals < 1.0:
                 best = place
     return best
 

@@ -45,7 +45,7 @@ def test_a_session_stays_where_it_is(open_to_all_policies: Stack) -> None:
     fleet, gateway = open_to_all_policies
     homes: dict[str, str] = {}
     for turn in range(3):
-        for number in range(12):
+        for number in range(40):
             headers = {"x-ropeway-policy": "session", "x-ropeway-session": f"session-{number}"}
             answer = gateway.post(chat(f"turn {turn} of {number}, which shares no prefix"), headers)
             assert answer.headers["x-ropeway-policy"] == "session"
