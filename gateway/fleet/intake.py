@@ -358,6 +358,8 @@ class EventIntake(Intake):
                     return True
                 else:
                     self._do(self._tracker.replayed(message.sequence, message.payload))
+                    if self._replay is not asyncio.current_task():
+                        await asyncio.sleep(0)  # ends here: another replay was asked for, and has cancelled this one
                 await self._room()
 
     async def _room(self) -> None:

@@ -6,6 +6,8 @@ reconnect), publishers restart, and replies to a replay race the live stream. Th
 * Batches are applied in the order of their numbers, each once. While a replay is on its way, live batches wait.
 * A gap asks for a replay from the first missing batch. If the replay cannot fill it, a removal may have been missed:
   everything known of the holder is void, and the stream goes on from what is there.
+* A replay may have gaps itself: an engine's ROUTER socket drops what its queue has no room for. What it has left out
+  is asked for again, as long as each replay begins with what was asked for.
 * Nothing is void at the beginning. Whoever joins late knows too little, which shortens matches and never makes them
   wrong; so a history that starts in the middle is taken as it comes.
 * A live number that is not above the last LIVE one means a new publisher (unless the very same batch came twice).
@@ -65,6 +67,8 @@ class SequenceTracker:
         self._waiting_max = waiting_max
         self._covered: int | None = None
         """A replay under way must bring every batch from `expected` to below this one; None when it owes nothing."""
+        self._brought = False
+        """The replay under way has brought something new."""
         self._last_live: Apply | None = None
         """What live numbers must stay above; after a resumption, a stand-in for the last batch that was applied."""
         self._unproven = False
@@ -104,9 +108,12 @@ class SequenceTracker:
         expected, actions = self.expected, list[Action]()
         if expected is not None and sequence < expected:
             return []
-        if expected is not None and sequence > expected and self._covered is not None:
+        if expected is not None and sequence > expected:
+            if self._brought:
+                return [self._request(expected, max(sequence, self._covered or 0))]
             actions.append(Void(VoidReason.GAP))
         self.expected = sequence + 1
+        self._brought = True
         return [*actions, Apply(sequence, payload)]
 
     def replay_ended(self, complete: bool) -> list[Action]:
@@ -167,6 +174,7 @@ class SequenceTracker:
 
     def _request(self, start: int, covered: int | None) -> Replay:
         self.replaying = True
+        self._brought = False
         self._covered = covered
         return Replay(start)
 

@@ -64,8 +64,11 @@ class Script:
         self.live.setsockopt(zmq.XPUB_VERBOSE, 1)
         self.endpoint = f"tcp://127.0.0.1:{self.live.bind_to_random_port('tcp://127.0.0.1')}"
         self.router = context.socket(zmq.ROUTER)
+        self.router.sndhwm = 0  # or what it drops depends on who gets the processor
         self.replay_endpoint = f"tcp://127.0.0.1:{self.router.bind_to_random_port('tcp://127.0.0.1')}"
         self.buffer = {}
+        self.drops = set()
+        """Numbers that a replay leaves out, unless they are what was asked for or came before."""
         self.asked = []
         self.answers = asyncio.Event()
         self.answers.set()
@@ -91,6 +94,8 @@ class Script:
             self.asked.append(int.from_bytes(start, "big"))
             await self.answers.wait()
             for sequence in sorted(self.buffer):
+                if sequence in self.drops and sequence > self.asked[-1]:
+                    continue
                 if sequence >= self.asked[-1]:
                     await self._answer(client, b"kv@w1@m", sequence.to_bytes(8, "big"), self.buffer[sequence])
             await self._answer(client, b"", b"\xff" * 8, b"")
@@ -400,6 +405,17 @@ async def test_other_work_gets_its_turn_during_a_burst(context, script):
             await bystander()
         assert len(turns) > 1000
         assert len(set(taken.index.holdings(HOLDER, Tier.L0))) == 2000
+
+
+async def test_what_an_engine_drops_from_a_full_queue_is_asked_for_again(context, script):
+    script.drops = {3, 4, 7}
+    for sequence in range(9):
+        script.keep(sequence, stored(sequence + 1))
+    async with taking(context, script.endpoint, script.replay_endpoint) as taken:
+        await taken.applied(9)
+        assert len(set(taken.index.holdings(HOLDER, Tier.L0))) == 9
+        assert (taken.voided, taken.stats.replays_failed) == ([], 0)
+    assert script.asked == [0, 3, 4, 7]
 
 
 async def test_reading_stops_while_applying_is_behind(context, script):

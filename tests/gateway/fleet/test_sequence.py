@@ -39,9 +39,31 @@ def test_a_history_that_starts_in_the_middle_is_taken_as_it_comes():
     tracker = SequenceTracker()
     tracker.start()
     assert tracker.replayed(*batch(700)) == [batch(700)]
-    assert tracker.replayed(*batch(703)) == [batch(703)]
+    assert tracker.replayed(*batch(701)) == [batch(701)]
     assert tracker.replay_ended(complete=True) == []
-    assert tracker.live(*batch(704)) == [batch(704)]
+    assert tracker.live(*batch(702)) == [batch(702)]
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_what_a_replay_leaves_out_is_asked_for_as_long_as_it_begins_with_what_was_asked_for(first):
+    tracker = started(first) if first else SequenceTracker()
+    tracker.live(*batch(19)) if first else tracker.start()
+    assert tracker.replayed(*batch(first)) == [batch(first)]
+    assert tracker.replayed(*batch(first + 4)) == [Replay(first + 1)]
+    assert [tracker.replayed(*batch(first + n)) for n in (1, 2)] == [[batch(first + n)] for n in (1, 2)]
+    assert tracker.replayed(*batch(first + 5)) == [Replay(first + 3)]
+    assert tracker.replayed(*batch(first + 4)) == [GAP, batch(first + 4)]
+    assert tracker.replayed(*batch(first + 6)) == [Replay(first + 5)]
+
+
+def test_a_replay_that_breaks_off_before_what_an_earlier_one_has_shown_is_a_gap():
+    tracker = SequenceTracker()
+    tracker.start()
+    tracker.replayed(*batch(0))
+    assert tracker.replayed(*batch(5)) == [Replay(1)]
+    assert tracker.replayed(*batch(1)) == [batch(1)]
+    assert tracker.replay_ended(complete=True) == [GAP]
+    assert tracker.live(*batch(5)) == [batch(5)]
 
 
 def test_without_any_replay_the_stream_starts_where_we_came():
