@@ -77,7 +77,7 @@ class Attempt(Protocol):
 
 
 class Listener(Protocol):
-    """Who accounts for an exchange (`gateway.pipeline.Journey`)."""
+    """Who accounts for an exchange (`gateway.journey.Journey`)."""
 
     @property
     def attempt(self) -> Attempt: ...

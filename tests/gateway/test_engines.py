@@ -13,7 +13,7 @@ from gateway.edge.http1 import RequestHead
 from gateway.edge.server import Inbound
 from gateway.fleet import parity
 from gateway.fleet.worker import Parity, WorkerRecord
-from gateway.pipeline import Journey
+from gateway.journey import Journey
 from gateway.server import Gateway
 from tests.gateway.fleet.scripted_engine import ScriptedEngine, running
 
@@ -182,5 +182,5 @@ async def test_images_leave_such_a_prompt_without_a_name(start: Start) -> None:
     gateway, _ = await start(script("vllm", **RENDERS), renders=False)
     image = {"type": "image_url", "image_url": {"url": "data:,"}}
     journey = await begin_journey(gateway, {**CHAT, "messages": [{"role": "user", "content": [image]}]})
-    assert (journey._named.complete, journey._named.chain) == (False, b"")
+    assert (journey.named.complete, journey.named.chain) == (False, b"")
     assert gateway.prompts.statistics()["remote"]["asked"] == 0
