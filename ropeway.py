@@ -10,11 +10,21 @@ from typing import NoReturn
 import gateway.cli
 import loadtest.cli
 import workers.cli
+from gateway.arguments import command
+from gateway.completion import SHELLS, script
 from gateway.errors import StartupError
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+
+EXIT_CODES = {
+    0: "It is done, or ended as it was told to.",
+    EXIT_FAILURE: "It failed: a port in use, a server or a file that is not there, a check that found a difference.",
+    EXIT_USAGE: "The command line or the configuration is wrong: stderr says how, and nothing was done.",
+    EXIT_INTERRUPTED: "It was interrupted (Ctrl-C).",
+}
+"""What every command ends with. Whatever means more with one command, its help says."""
 
 EPILOG = """examples:
   ropeway up                                        a model, two workers and the gateway: then ask it something
@@ -60,7 +70,27 @@ def parser() -> argparse.ArgumentParser:
     gateway.cli.add_parsers(subparsers)
     workers.cli.add_parsers(subparsers)
     loadtest.cli.add_parsers(subparsers)
+    _add_completion(subparsers)
     return top
+
+
+def _add_completion(subparsers: "gateway.cli.Subparsers") -> None:
+    completion = command(
+        subparsers,
+        "completion",
+        "print a script that completes commands and flags in a shell",
+        """examples:
+  ropeway completion bash > ~/.local/share/bash-completion/completions/ropeway
+  ropeway completion zsh > ~/.zfunc/_ropeway
+  ropeway completion fish > ~/.config/fish/completions/ropeway.fish""",
+    )
+    completion.add_argument("shell", choices=list(SHELLS), help="which one")
+    completion.set_defaults(run=_run_completion)
+
+
+def _run_completion(arguments: argparse.Namespace) -> int:
+    print(script(parser(), arguments.shell), end="")
+    return 0
 
 
 def _version() -> str:

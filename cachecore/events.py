@@ -193,6 +193,10 @@ class _Malformed(ValueError):
     """An event that cannot be read."""
 
 
+_UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
+"""What the decoder raises; the last for values nested a thousand deep, also where it skips them."""
+
+
 # ---- decoding --------------------------------------------------------------------------------------------------------
 
 
@@ -201,7 +205,7 @@ def decode_batch(payload: bytes) -> EventBatch:
     try:
         batch = _decode_fast(payload)
         events = [event for wire in batch.events if (event := _from_wire(wire)) is not None]
-    except (msgspec.MsgspecError, ValueError):
+    except _UNREADABLE:
         return _decode_slowly(payload)
     return EventBatch(batch.ts, tuple(events), batch.data_parallel_rank)
 
@@ -211,17 +215,17 @@ def _decode_slowly(payload: bytes) -> EventBatch:
     batch: _RawBatch | _RawMapBatch
     try:
         batch = _decode_raw(payload)
-    except (msgspec.MsgspecError, ValueError):
+    except _UNREADABLE:
         try:
             batch = _decode_raw_map(payload)
-        except (msgspec.MsgspecError, ValueError):
+        except _UNREADABLE:
             return EventBatch(0.0, (), None, malformed=1)
     events: list[KvEvent] = []
     malformed = 0
     for raw in batch.events:
         try:
             event = _read_event(raw)
-        except (msgspec.MsgspecError, ValueError, TypeError, KeyError, RecursionError):
+        except (*_UNREADABLE, TypeError, KeyError):
             malformed += 1
             continue
         if event is not None:

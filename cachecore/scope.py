@@ -154,7 +154,7 @@ class Keyring:
             document = json.loads(path.read_text())
             epochs = {int(epoch): bytes.fromhex(secret) for epoch, secret in document["secrets"].items()}
             return cls(epochs, int(document["current"]))
-        except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
+        except (OSError, KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
             raise ValueError(f"keyring {path}: {error}") from error
 
     def save(self, path: Path) -> None:

@@ -135,7 +135,7 @@ class TrtllmEvents:
         malformed = other_rank = 0
         try:
             raws = _decode_list(payload)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return Pulled(EventBatch(timestamp, (), None, malformed=1), None, None)
         for raw in raws:
             try:
@@ -145,7 +145,7 @@ class TrtllmEvents:
                     continue
                 ids.append(event.event_id)
                 events += self._read(event)
-            except (msgspec.MsgspecError, UnicodeDecodeError, OverflowError):
+            except (msgspec.MsgspecError, UnicodeDecodeError, OverflowError, RecursionError):
                 malformed += 1
         batch = EventBatch(timestamp, tuple(events), None, malformed)
         return Pulled(batch, ids[0] if ids else None, ids[-1] if ids else None, other_rank)

@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping
 from math import ceil
 from typing import Any, NamedTuple
 
+import msgspec
+
 from gateway.config import AdmissionConfig, PrioritiesConfig
 from gateway.errors import Overloaded, ServiceError, ShuttingDown, TooManyRequests
 from gateway.fleet.knowledge import Knowledge
@@ -110,7 +112,7 @@ class Gate:
             return False
         if self._roomy is not None and not request.adapter:
             record, account = self._roomy
-            if record.healthy and not record.draining:
+            if record.healthy and not record.draining and not record.barred:
                 idle = not account.waiting and not account.capacity_requests
                 if idle or account.wait_seconds(clock()) <= self._backlog_seconds:
                     return True
@@ -119,7 +121,7 @@ class Gate:
     def _has_room(self, adapter: str, seconds_max: float, now: float) -> bool:
         nobody = True
         for record in self.pool.workers:
-            if not record.healthy or record.draining or record.role == "prefill":
+            if not record.healthy or record.draining or record.barred or record.role == "prefill":
                 continue
             if adapter and adapter not in record.models:
                 continue
@@ -273,6 +275,10 @@ class Admission:
 
     def weight_of(self, tenant: str) -> float:
         return self.config.weights.get(tenant, 1.0)
+
+    def use_weights(self, weights: Mapping[str, float]) -> None:
+        """Tenants' shares from now on; of those that wait now, once they have waited."""
+        self.config = msgspec.structs.replace(self.config, weights=dict(weights))
 
     def gate(self, pool: ModelPool) -> Gate:
         """Of a model's present workers: a model that went and came back is another one."""

@@ -5,12 +5,15 @@ Whatever a command needs is imported when it runs, so that `ropeway --help` stay
 
 import argparse
 import asyncio
-import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from gateway.config import LOG_LEVELS, GatewayConfig, load
+from gateway.arguments import command, named_url, port, positive, seconds, seed
+from gateway.keys_cli import add_keys
+from gateway.settings.commands import add_config, add_serve_flags, request_of
+from gateway.settings.loading import load_again
+from gateway.top import add_top
 from policies import POLICIES
 
 if TYPE_CHECKING:
@@ -21,13 +24,15 @@ def add_parsers(subparsers: "Subparsers") -> None:
     """Add this trunk's commands; each sets `run`, a function from parsed arguments to an exit code."""
     _add_up(subparsers)
     _add_serve(subparsers)
-    _add_keys(subparsers)
+    add_config(subparsers)
+    add_keys(subparsers)
     _add_index(subparsers)
     _add_events(subparsers)
+    add_top(subparsers)
 
 
 def _add_up(subparsers: "Subparsers") -> None:
-    parser = _parser(
+    parser = command(
         subparsers,
         "up",
         "start workers and a gateway on this machine, and stop them together",
@@ -35,14 +40,15 @@ def _add_up(subparsers: "Subparsers") -> None:
   ropeway up                              two reference workers with a small real model, fetched on first use
   ropeway up --simulated --workers 8      no model, no torch: eight workers that only keep time
   ropeway up --simulated --prefill 1 --decode 2
-  ropeway up --port 9000 --policy session""",
+  ropeway up --port 9000 --policy session
+  ropeway up --simulated --workers 4 --chaos 7 --chaos-interval 2-8""",
     )
     parser.add_argument("--simulated", action="store_true", help="workers that imitate an engine's timing")
-    parser.add_argument("--workers", type=_positive, default=2, metavar="N", help="how many (default: %(default)s)")
-    parser.add_argument("--prefill", type=_positive, metavar="N", help="workers that compute prompts for others ...")
-    parser.add_argument("--decode", type=_positive, metavar="N", help="... and workers that answer, in place of these")
+    parser.add_argument("--workers", type=positive, default=2, metavar="N", help="how many (default: %(default)s)")
+    parser.add_argument("--prefill", type=positive, metavar="N", help="workers that compute prompts for others ...")
+    parser.add_argument("--decode", type=positive, metavar="N", help="... and workers that answer, in place of these")
     parser.add_argument("--model", default="smollm2", metavar="DIR|smollm2", help="what they serve (default: smollm2)")
-    parser.add_argument("--port", type=_port, default=8000, metavar="P", help="of the gateway (default: %(default)s)")
+    parser.add_argument("--port", type=port, default=8000, metavar="P", help="of the gateway (default: %(default)s)")
     parser.add_argument("--host", default="127.0.0.1", metavar="H", help="of the gateway (default: %(default)s)")
     parser.add_argument("--policy", choices=list(POLICIES), help="how requests are placed (default: kv-aware)")
     parser.add_argument(
@@ -53,10 +59,15 @@ def _add_up(subparsers: "Subparsers") -> None:
     )
     parser.add_argument("--state-dir", type=Path, metavar="DIR", help="for logs, keyring and the embedded Valkey")
     parser.add_argument("--json", action="store_true", help="print URLs, processes and logs as JSON once all serve")
+    chaos = parser.add_argument_group("faults on purpose (docs/chaos.md)")
+    chaos.add_argument("--chaos", type=seed, metavar="SEED", help="kill and freeze workers and the embedded Valkey")
+    chaos.add_argument("--chaos-interval", metavar="MIN-MAX", help="seconds between a part's faults (default: 5-20)")
+    chaos.add_argument("--chaos-outage", metavar="MIN-MAX", help="seconds that a fault lasts (default: 0.5-3)")
     parser.set_defaults(run=_run_up)
 
 
 def _run_up(arguments: argparse.Namespace) -> int:
+    from gateway.chaos import bounds_of
     from gateway.errors import StartupError
     from gateway.up import UpOptions, up
 
@@ -75,12 +86,14 @@ def _run_up(arguments: argparse.Namespace) -> int:
             redis=arguments.redis,
             state_directory=arguments.state_dir,
             as_json=arguments.json,
+            chaos_seed=arguments.chaos,
+            chaos_bounds=bounds_of(arguments.chaos, arguments.chaos_interval, arguments.chaos_outage),
         )
     )
 
 
 def _add_serve(subparsers: "Subparsers") -> None:
-    parser = _parser(
+    parser = command(
         subparsers,
         "serve",
         "run the gateway in front of workers that run already",
@@ -89,55 +102,32 @@ def _add_serve(subparsers: "Subparsers") -> None:
   ropeway serve -c gateway.yaml --policy prefix-aware
   ROPEWAY_LIMITS_BODY_BYTES_MAX=1048576 ropeway serve -c gateway.yaml
 
-Flags win over variables, variables over the file. The keys of the file: pydoc gateway.config""",
+Flags win over variables, variables over the file. The keys of the file: docs/reference/settings.md""",
     )
-    parser.add_argument("-c", "--config", type=Path, metavar="FILE", help="YAML configuration")
-    parser.add_argument("--worker", action="append", metavar="URL", help="an engine to route to; may be repeated")
-    parser.add_argument("--policy", choices=list(POLICIES), help="how requests are placed (default: kv-aware)")
-    parser.add_argument("--redis", metavar="URL|embedded|none", help="where the shared index lives (default: none)")
-    parser.add_argument(
-        "--tokenizer",
-        action="append",
-        type=_tokenizer,
-        metavar="MODEL=DIR",
-        help="directory with the model's tokenizer.json and chat template; may be repeated",
-    )
-    parser.add_argument("--port", type=_port, metavar="P", help="(default: 8000)")
-    parser.add_argument("--host", metavar="H", help="(default: 127.0.0.1)")
-    parser.add_argument("--keyring", type=Path, metavar="FILE", help="master secrets shared with the workers")
-    parser.add_argument("--api-keys", type=Path, metavar="FILE", help="see 'ropeway keys'; without it, open to all")
-    parser.add_argument("--admin-key-file", type=Path, metavar="FILE", help="the key that opens /admin")
-    parser.add_argument("--log-level", choices=LOG_LEVELS, help="(default: info)")
+    add_serve_flags(parser)
+    # Said by the process that runs several gateways to each of them.
+    parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
     parser.set_defaults(run=_run_serve)
 
 
 def _run_serve(arguments: argparse.Namespace) -> int:
-    config = serve_config(arguments)
+    request = request_of(arguments)
+    config = load_again(request)
+    if config.processes > 1:
+        from gateway import processes
+
+        if arguments.process is None:
+            return processes.run(config, [sys.executable, "-m", "ropeway", *sys.argv[1:]])
+        request = processes.member(request, config, arguments.process)
+        config = load_again(request)
 
     from gateway import server
 
-    return server.run(config)
-
-
-def serve_config(arguments: argparse.Namespace) -> GatewayConfig:
-    """The configuration that `serve` runs with: file, variables, flags."""
-    flags: dict[str, Any] = {
-        "workers": arguments.worker,
-        "policy": arguments.policy,
-        "redis": arguments.redis,
-        "tokenizers": dict(arguments.tokenizer) if arguments.tokenizer else None,
-        "port": arguments.port,
-        "host": arguments.host,
-        "keyring": arguments.keyring,
-        "tenants.api_keys_file": arguments.api_keys,
-        "admin.key_file": arguments.admin_key_file,
-        "log_level": arguments.log_level,
-    }
-    return load(arguments.config, overrides={key: value for key, value in flags.items() if value is not None})
+    return server.run(config, request)
 
 
 def _add_index(subparsers: "Subparsers") -> None:
-    parser = _parser(
+    parser = command(
         subparsers,
         "index",
         "look at the index that gateways share",
@@ -147,19 +137,19 @@ def _add_index(subparsers: "Subparsers") -> None:
   ropeway index check --redis redis://127.0.0.1 --gateway http://127.0.0.1:8000""",
     )
     actions = parser.add_subparsers(required=True, metavar="ACTION")
-    shown = _parser(
+    shown = command(
         actions,
         "stats",
         "what each holder has, who follows its events, and what that takes of the server's memory",
         "example:\n  ropeway index stats --redis redis://127.0.0.1 --json",
     )
-    dumped = _parser(
+    dumped = command(
         actions,
         "dump",
         "every run of blocks in the index, a JSON document each",
         "example:\n  ropeway index dump --redis redis://127.0.0.1 --holder worker-1",
     )
-    checked = _parser(
+    checked = command(
         actions,
         "check",
         "hold the index against what the workers say they have; exit code 1 where they differ",
@@ -178,7 +168,7 @@ def _add_index(subparsers: "Subparsers") -> None:
         help="whose /status names the workers (default: %(default)s)",
     )
     checked.add_argument(
-        "--worker", action="append", default=[], type=_named_url, metavar="NAME=URL", help="instead; may be repeated"
+        "--worker", action="append", default=[], type=named_url, metavar="NAME=URL", help="instead; may be repeated"
     )
     shown.set_defaults(run=_run_index_stats)
     dumped.set_defaults(run=_run_index_dump)
@@ -205,7 +195,7 @@ def _run_index_check(arguments: argparse.Namespace) -> int:
 
 
 def _add_events(subparsers: "Subparsers") -> None:
-    parser = _parser(
+    parser = command(
         subparsers,
         "events",
         "record an engine's KV events, and play them back",
@@ -219,7 +209,7 @@ def _add_events(subparsers: "Subparsers") -> None:
 
 
 def _add_events_capture(actions: "Subparsers") -> None:
-    parser = _parser(
+    parser = command(
         actions,
         "capture",
         "write a live event stream to a file, a JSON line a message, until a bound is met or Ctrl-C",
@@ -236,15 +226,15 @@ Lines hold the payload as it came, in base64. With a replay endpoint, what was a
     parser.add_argument("--bind", action="store_true", help="for engines that connect to their subscribers")
     parser.add_argument("--topic", default="", metavar="T", help="topics that begin so (default: all)")
     parser.add_argument("--note", default="", metavar="TEXT", help="kept in the file's first line")
-    parser.add_argument("--seconds", type=_seconds, metavar="S", help="(default: no bound)")
-    parser.add_argument("--messages-max", type=_positive, default=100_000, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--bytes-max", type=_positive, default=2**30, metavar="N", help="of the file (default: 1 GiB)")
+    parser.add_argument("--seconds", type=seconds, metavar="S", help="(default: no bound)")
+    parser.add_argument("--messages-max", type=positive, default=100_000, metavar="N", help="(default: %(default)s)")
+    parser.add_argument("--bytes-max", type=positive, default=2**30, metavar="N", help="of the file (default: 1 GiB)")
     parser.add_argument("--json", action="store_true", help="print what was recorded as JSON")
     parser.set_defaults(run=_run_events_capture)
 
 
 def _add_events_replay(actions: "Subparsers") -> None:
-    parser = _parser(
+    parser = command(
         actions,
         "replay",
         "send a recorded event stream as an engine would, once somebody has subscribed",
@@ -256,9 +246,9 @@ def _add_events_replay(actions: "Subparsers") -> None:
     parser.add_argument("--endpoint", required=True, metavar="URL", help="to publish at")
     parser.add_argument("--replay-endpoint", metavar="URL", help="where what was sent can be asked for again")
     parser.add_argument("--connect", action="store_true", help="for a subscriber that has bound the endpoint")
-    parser.add_argument("--speed", type=_seconds, default=1.0, metavar="X", help="times faster; inf waits for nothing")
-    parser.add_argument("--wait", type=_seconds, default=60.0, metavar="S", help="for a subscriber (default: 60)")
-    parser.add_argument("--linger", type=_seconds, default=0.0, metavar="S", help="answer replays this long at the end")
+    parser.add_argument("--speed", type=seconds, default=1.0, metavar="X", help="times faster; inf waits for nothing")
+    parser.add_argument("--wait", type=seconds, default=60.0, metavar="S", help="for a subscriber (default: 60)")
+    parser.add_argument("--linger", type=seconds, default=0.0, metavar="S", help="answer replays this long at the end")
     parser.add_argument("--json", action="store_true", help="print what was sent as JSON")
     parser.set_defaults(run=_run_events_replay)
 
@@ -293,112 +283,3 @@ def _run_events_replay(arguments: argparse.Namespace) -> int:
         arguments.linger,
     )
     return asyncio.run(event_tools.replay(playing, arguments.json))
-
-
-def _add_keys(subparsers: "Subparsers") -> None:
-    parser = _parser(
-        subparsers,
-        "keys",
-        "make API keys for tenants, and the keyring that gateways share",
-        """examples:
-  ropeway keys new --tenant acme --file keys.jsonl
-  ropeway keys keyring --file keyring.json
-  ropeway serve --api-keys keys.jsonl --worker http://127.0.0.1:8001""",
-    )
-    actions = parser.add_subparsers(required=True, metavar="ACTION")
-    new = _parser(
-        actions,
-        "new",
-        "print a new key once and append its hash to the file",
-        """examples:
-  ropeway keys new --tenant acme --file keys.jsonl
-  KEY=$(ropeway keys new --tenant acme --file keys.jsonl)""",
-    )
-    new.add_argument("--tenant", required=True, metavar="NAME", help="letters, digits, '-' and '_', at most 64")
-    new.add_argument("--file", required=True, type=Path, metavar="FILE", help="made when it does not exist")
-    new.add_argument("--json", action="store_true", help="print tenant, key and file as JSON")
-    new.set_defaults(run=_run_keys_new)
-    keyring = _parser(
-        actions,
-        "keyring",
-        "make the secrets that gateways (and workers that name blocks themselves) have in common",
-        """example:
-  ropeway keys keyring --file keyring.json
-  ropeway serve --keyring keyring.json --redis redis://127.0.0.1 --worker http://127.0.0.1:8001""",
-    )
-    keyring.add_argument("--file", required=True, type=Path, metavar="FILE", help="must not exist yet")
-    keyring.add_argument("--json", action="store_true", help="print the file's name as JSON")
-    keyring.set_defaults(run=_run_keys_keyring)
-
-
-def _run_keys_new(arguments: argparse.Namespace) -> int:
-    from gateway.tenants import add_api_key
-
-    key = add_api_key(arguments.file, arguments.tenant)
-    if arguments.json:
-        print(json.dumps({"tenant": arguments.tenant, "key": key, "file": str(arguments.file)}))
-        return 0
-    print(key)
-    print(
-        f"Keep it: {arguments.file} has its hash only. A running gateway reads the file at its start.", file=sys.stderr
-    )
-    return 0
-
-
-def _run_keys_keyring(arguments: argparse.Namespace) -> int:
-    from cachecore.scope import Keyring
-    from gateway.errors import StartupError
-
-    if arguments.file.exists():
-        raise StartupError(f"{arguments.file} exists already: whoever uses it would lose their names")
-    try:
-        Keyring.generate().save(arguments.file)
-    except OSError as error:
-        raise StartupError(f"{arguments.file}: {error.strerror}") from error
-    print(json.dumps({"file": str(arguments.file)}) if arguments.json else f"{arguments.file} is made; keep it secret.")
-    return 0
-
-
-def _parser(subparsers: "Subparsers", name: str, summary: str, epilog: str) -> argparse.ArgumentParser:
-    return subparsers.add_parser(
-        name,
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-
-
-def _port(text: str) -> int:
-    port = int(text)
-    if not 0 < port < 65_536:
-        raise argparse.ArgumentTypeError(f"a port lies in 1..65535, not {port}")
-    return port
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"at least 1 is needed, not {number}")
-    return number
-
-
-def _seconds(text: str) -> float:
-    number = float(text)
-    if not number > 0:
-        raise argparse.ArgumentTypeError(f"more than 0 is needed, not {text}")
-    return number
-
-
-def _named_url(text: str) -> tuple[str, str]:
-    name, equals, url = text.partition("=")
-    if not (name and equals and url):
-        raise argparse.ArgumentTypeError(f"NAME=URL is expected, not {text!r}")
-    return name, url.rstrip("/")
-
-
-def _tokenizer(text: str) -> tuple[str, str]:
-    model, equals, directory = text.partition("=")
-    if not (model and equals and directory):
-        raise argparse.ArgumentTypeError(f"MODEL=DIR is expected, not {text!r}")
-    return model, directory

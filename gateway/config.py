@@ -1,4 +1,4 @@
-"""The configuration tree of the gateway, checked once when it starts.
+"""The configuration tree of the gateway, checked when it starts and when its file changes (`gateway.settings`).
 
 A file (`ropeway serve -c gateway.yaml`), environment variables and flags, each over the one before:
 
@@ -24,24 +24,23 @@ alike. Relative paths are relative to the working directory.
 """
 
 import difflib
-import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
 
 import msgspec
-import yaml
 
 from cachecore.store.address import parse_address
 from cachecore.transfer.plan import DEADLINE_SECONDS_MAX
-from gateway.errors import ConfigError
 from policies import POLICIES
 from policies.peers import PEERS
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "logfmt", "json"]
 FidelityName = Literal["exact", "quantized", "rotated", "fused"]
 RoleName = Literal["both", "prefill", "decode"]
+TranslationName = Literal["auto", "always", "never"]
 EngineName = Literal["", "vllm", "sglang", "trtllm", "llamacpp", "ropeway", "openai"]
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
@@ -85,6 +84,8 @@ class WorkerConfig(Section, frozen=True, kw_only=True):
     """What it is; found out when empty."""
     sidecar: str = ""
     """URL of what a connector inside the engine says of the KV it moves."""
+    draining: bool = False
+    """Whether it is sent no new request. What it is serving goes on."""
     events: EventsConfig | None = None
 
     def __post_init__(self) -> None:
@@ -107,11 +108,70 @@ def _check_url(url: str) -> None:
 
 class TenantsConfig(Section, frozen=True, kw_only=True):
     api_keys_file: Path | None = None
-    """Written by `ropeway keys new`. Null serves everyone as the one tenant `default`."""
+    """Written by `ropeway keys new`, and read again when it changes. Null, and no `api_keys_redis`, serves everyone as
+    the one tenant `default`."""
+    api_keys_redis: str = ""
+    """URL of a server that has keys (besides those of the file), as `redis` takes them; `ropeway keys new --redis`."""
+    public_allowed: bool = False
+    """Whether every request may ask, by `x-ropeway-namespace: public`, to share KV with all tenants; else only those of
+    keys that may (`ropeway keys new --public`)."""
+
+    def __post_init__(self) -> None:
+        if self.api_keys_redis:
+            parse_address(self.api_keys_redis)
 
     @property
     def open(self) -> bool:
-        return self.api_keys_file is None
+        return self.api_keys_file is None and not self.api_keys_redis
+
+
+class RatesConfig(Section, frozen=True, kw_only=True):
+    """Null is no limit."""
+
+    requests_per_minute: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    tokens_per_minute: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    """Of prompts, counted as a request is let in, and of answers, counted once they say how much they were."""
+    burst_seconds: Seconds = 60.0
+    """So many seconds' worth may be used at once by a tenant that has rested."""
+
+
+class RateLimitsConfig(RatesConfig, frozen=True, kw_only=True):
+    """What each tenant may ask for in a minute (docs/security.md). Gateways that share an index and have `admission`
+    enabled count together, but for the last second; others each for itself."""
+
+    tenants: dict[str, RatesConfig] = {}
+    """Tenant to its own limits, in place of those for all others."""
+
+
+class TlsConfig(Section, frozen=True, kw_only=True):
+    """TLS (1.2 or later) at the gateway's own port. Files are in PEM, and read again when they change."""
+
+    cert: Path | None = None
+    """With the intermediate ones. Null serves plain HTTP."""
+    key: Path | None = None
+    """By default it is in the certificate's file."""
+    ca: Path | None = None
+    """Of clients: each must show a certificate from one of these authorities."""
+
+    def __post_init__(self) -> None:
+        if self.cert is None and (self.key is not None or self.ca is not None):
+            raise ValueError("TLS needs a certificate: set cert")
+
+
+class UpstreamTlsConfig(Section, frozen=True, kw_only=True):
+    """Workers whose URLs begin with https."""
+
+    ca: Path | None = None
+    """Who certifies them; null for those that the system trusts."""
+    cert: Path | None = None
+    """The gateway's own, for workers that ask for one."""
+    key: Path | None = None
+    verify: bool = True
+    """False takes whoever answers for the worker: for tests alone."""
+
+    def __post_init__(self) -> None:
+        if self.cert is None and self.key is not None:
+            raise ValueError("upstream_tls.key belongs to a certificate: set cert")
 
 
 class ListenerConfig(Section, frozen=True, kw_only=True):
@@ -124,13 +184,21 @@ class ListenerConfig(Section, frozen=True, kw_only=True):
     """Holds the key that must come as `Authorization: Bearer ...`. Null asks for none."""
     host: str = "127.0.0.1"
     port: Port | None = None
+    tls: TlsConfig = TlsConfig()
+    """Of a listener of its own."""
+
+    def __post_init__(self) -> None:
+        if self.tls.cert is not None and self.port is None:
+            raise ValueError("tls is of a listener of its own: set port")
 
 
 class LimitsConfig(Section, frozen=True, kw_only=True):
     body_bytes_max: Bytes = 64 * 1024 * 1024
     header_bytes_max: Bytes = 64 * 1024
+    requests_bytes_max: Bytes = 1024 * 1024 * 1024
+    """Of the bodies of all requests under way, until they are answered; further ones are answered 503."""
     connections_max: Positive = 8192
-    """Open client connections; further ones wait in the listen queue."""
+    """Open client connections; further ones are answered 503 and closed."""
     long_prompt_characters: Positive = 16_384
     """Prompts with more new text than this are tokenized off the event loop, so that their neighbours do not wait."""
 
@@ -141,8 +209,96 @@ class TimeoutsConfig(Section, frozen=True, kw_only=True):
     """From request sent to answer begun. Null waits for ever: a queued prompt may take minutes to start."""
     idle_seconds: Seconds = 300.0
     """Between two pieces of an answer, and between two requests on one connection."""
+    write_seconds: Seconds = 60.0
+    """How long a client may take nothing of its answer; then it is reset, and its worker told."""
     shutdown_seconds: Seconds = 10.0
     """What requests in flight are given to finish once the gateway is told to stop."""
+    total_seconds: Seconds | None = None
+    """From a complete request to a complete answer, and the most that `x-ropeway-timeout-ms` may ask for. Null bounds
+    neither: a long answer that keeps coming is no fault."""
+
+
+class HandoverConfig(Section, frozen=True, kw_only=True):
+    """How a gateway makes room for the next one."""
+
+    reuse_port: bool = False
+    """Whether a new gateway may listen on the address while an old one, started with this as well, still finishes what
+    it has begun. Off, since then a second gateway by mistake is told that the port is in use; on, the two would share
+    the clients in silence, and so would any process of the same user."""
+    announce_seconds: Annotated[float, msgspec.Meta(ge=0, le=600)] = 0.0
+    """After SIGTERM, how long requests are still taken while `/readyz` answers 503: as long as whatever sends them here
+    needs to notice. With 0 the gateway stops listening at once."""
+
+
+class RetriesConfig(Section, frozen=True, kw_only=True):
+    """Further attempts at requests of which the client has got nothing (docs/reliability.md)."""
+
+    attempts_max: Annotated[int, msgspec.Meta(ge=1, le=10)] = 3
+    """For one request, the first among them."""
+    budget_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.2
+    """Of the requests of the last ten seconds, so many may be tried elsewhere,"""
+    budget_per_second_min: Annotated[float, msgspec.Meta(ge=0)] = 10.0
+    """and this many a second besides."""
+
+
+class BreakersConfig(Section, frozen=True, kw_only=True):
+    """When a worker that fails its requests is left alone. What blames the client never counts."""
+
+    enabled: bool = True
+    failures_in_a_row: Positive = 5
+    failure_share: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.5
+    """Of at least `requests_min` requests within `window_seconds`."""
+    requests_min: Positive = 20
+    window_seconds: Seconds = 30.0
+    open_seconds_min: Seconds = 1.0
+    """The first pause; each further one is twice as long, up to `open_seconds_max`. Then one request is the trial."""
+    open_seconds_max: Seconds = 60.0
+
+    def __post_init__(self) -> None:
+        if self.open_seconds_min > self.open_seconds_max:
+            raise ValueError("breakers.open_seconds_min is larger than breakers.open_seconds_max")
+
+
+class EjectionConfig(Section, frozen=True, kw_only=True):
+    """When a worker that does much worse than its neighbours is left out for a while."""
+
+    enabled: bool = True
+    share_max: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.5
+    """Of a model's workers at most this share is out, rounded down, those with an open circuit among them."""
+    failure_margin: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = 0.2
+    """A worker whose share of failures is larger than that of the others together by this much is out. Null judges no
+    failures."""
+    slowness_factor: Annotated[float, msgspec.Meta(gt=1)] | None = None
+    """A worker whose prefill is slower than the median of the others' by this factor is out. Null judges no slowness:
+    policies that price prefill send slow workers less, which is better than nothing."""
+    requests_min: Positive = 20
+    """Within `breakers.window_seconds`, of a worker and of the others together, before failures are compared."""
+    seconds: Seconds = 30.0
+    """The first ejection; each further one is as much longer, up to `seconds_max`."""
+    seconds_max: Seconds = 300.0
+
+
+class HedgingConfig(Section, frozen=True, kw_only=True):
+    """Requests that are slow to be answered are put to a second worker; the first to say something is heard, and the
+    other one is dropped. For models none of whose workers moves KV or only prefills."""
+
+    enabled: bool = False
+    after_ms: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    """How long a first byte is waited for; null waits for `quantile` of those seen of late."""
+    quantile: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.95
+    budget_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.05
+    """Of the requests of the last ten seconds, so many may be hedged,"""
+    budget_per_second_min: Annotated[float, msgspec.Meta(ge=0)] = 0.1
+    """and this many a second besides."""
+
+
+class LogsConfig(Section, frozen=True, kw_only=True):
+    """What is written to stderr."""
+
+    format: LogFormat = "text"
+    """Of every line."""
+    requests: Literal["none", "errors", "all"] = "none"
+    """For which requests there is a line: names, numbers and ids, and nothing of what is asked or answered."""
 
 
 class ProbesConfig(Section, frozen=True, kw_only=True):
@@ -220,7 +376,7 @@ class RoutingConfig(Section, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in self.shadow:
             if name not in POLICIES and name not in PEERS:
-                raise ValueError(f"routing.shadow: {name!r} is unknown{_nearest(name, [*POLICIES, *PEERS])}")
+                raise ValueError(f"routing.shadow: {name!r} is unknown{nearest(name, [*POLICIES, *PEERS])}")
         if len(set(self.shadow)) < len(self.shadow):
             raise ValueError("routing.shadow: a policy is named twice")
 
@@ -245,6 +401,63 @@ class AdmissionConfig(Section, frozen=True, kw_only=True):
     """Tokens that a tenant of weight one may start before it is the next one's turn."""
     weights: dict[str, Annotated[float, msgspec.Meta(ge=0.001, le=1000)]] = {}
     """Tenant to its share, beside 1 for all others."""
+
+
+class SamplesConfig(Section, frozen=True, kw_only=True):
+    """What is kept of requests, in memory, for what operators may ask (docs/operating.md): a dry run of another policy,
+    the hottest prefixes, and warming a worker with them."""
+
+    decisions_max: Annotated[int, msgspec.Meta(ge=0, le=100_000)] = 1000
+    """The last ones, which a dry run decides anew. 0 keeps nothing, prompts neither."""
+    per_second_max: Annotated[float, msgspec.Meta(gt=0, le=1000)] = 20.0
+    """Of more requests an even part is kept."""
+    bodies_bytes_max: Annotated[int, msgspec.Meta(ge=0)] = 32 * 1024 * 1024
+    """Of prompts, as they came. 0 keeps none: no prefix is known as hot, and no worker can be warmed."""
+
+
+class KubernetesConfig(Section, frozen=True, kw_only=True):
+    """Workers that are found in Kubernetes, beside those of `workers` (docs/deploy.md)."""
+
+    selector: str = ""
+    """Labels of the EndpointSlices to follow, as `kubernetes.io/service-name=vllm`. Empty looks for none."""
+    namespace: str = ""
+    """The gateway's own when empty."""
+    port: Annotated[str, msgspec.Meta(min_length=1)] = "http"
+    """Name or number of the endpoints' port that requests are sent to."""
+    scheme: Literal["http", "https"] = "http"
+    engine: EngineName = ""
+    """What they all are; found out when empty."""
+    role: RoleName = "both"
+    server: str = ""
+    """URL of the API server; that of the cluster around us when empty."""
+    token_file: Path | None = None
+    """The service account's when null, and none where `server` is named."""
+    ca_file: Path | None = None
+    """Likewise."""
+
+    def __post_init__(self) -> None:
+        if self.server:
+            _check_url(self.server)
+
+
+class EnvoyConfig(Section, frozen=True, kw_only=True):
+    """An endpoint picker for Envoy (docs/envoy.md): decisions without our data path. Takes `pip install
+    ropeway[envoy]`."""
+
+    host: str = "127.0.0.1"
+    port: Port | None = None
+    """Where Envoy asks, by gRPC (ext_proc). Null serves none. Nothing is encrypted or authenticated there: whoever
+    reaches it can ask for decisions, and sees salts."""
+
+
+class TracingConfig(Section, frozen=True, kw_only=True):
+    """Spans by OpenTelemetry (docs/tracing.md). Needs `pip install ropeway[otel]`."""
+
+    endpoint: str = ""
+    """Where they are sent, by OTLP over HTTP, as `http://127.0.0.1:4318/v1/traces`. Empty makes none."""
+    sampled_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+    """Of requests whose client has not decided it."""
+    service_name: Annotated[str, msgspec.Meta(min_length=1)] = "ropeway"
 
 
 class UsageConfig(Section, frozen=True, kw_only=True):
@@ -304,10 +517,52 @@ class DisaggregationConfig(Section, frozen=True, kw_only=True):
             raise ValueError("disaggregation.deadline_seconds_min is larger than disaggregation.deadline_seconds_max")
 
 
+class ApiConfig(Section, frozen=True, kw_only=True):
+    """Routes besides OpenAI's chat and text completions (docs/api.md)."""
+
+    translation: TranslationName = "auto"
+    """Whether `/v1/messages` and `/v1/responses` are asked of the workers as chat completions: `auto` where a worker of
+    the model does not serve the route itself, or takes no salt on it; `never` passes them on whatever comes of it."""
+
+
+class CorsConfig(Section, frozen=True, kw_only=True):
+    """Which web pages may ask the gateway from a browser."""
+
+    origins: tuple[str, ...] = ()
+    """As browsers write them, `https://chat.example.com`; `*` for all. Empty is none: no answer says anything of it."""
+    preflight_seconds: Annotated[int, msgspec.Meta(ge=0, le=86_400)] = 600
+    """How long a browser may remember what it was told."""
+
+    def __post_init__(self) -> None:
+        for origin in self.origins:
+            if origin != "*" and ("://" not in origin or origin.count("/") != 2):
+                raise ValueError(f"cors.origins: {origin!r} is no origin of the form https://host[:port]")
+
+
+class BatchesConfig(Section, frozen=True, kw_only=True):
+    """OpenAI's `/v1/files` and `/v1/batches`, run here at the lowest priority. Off without a directory."""
+
+    directory: Path | None = None
+    """Where files and batches are kept, each tenant's apart; of one gateway alone."""
+    bytes_max: Bytes = 4 * 1024 * 1024 * 1024
+    """Of everything in it. What would make it more is refused."""
+    file_bytes_max: Bytes = 64 * 1024 * 1024
+    """Of one file; at most `limits.body_bytes_max`."""
+    requests_max: Positive = 50_000
+    """Of one batch."""
+    concurrency: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 8
+    """Requests of batches that are under way at once, of all tenants together."""
+    keep_seconds: Annotated[float, msgspec.Meta(gt=0)] = 30 * 86_400.0
+    """So long after it has ended a batch is forgotten, and a file after it was made."""
+
+
 class GatewayConfig(Section, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: Port = 8000
     workers: tuple[WorkerConfig, ...] = ()
+    processes: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    """Gateways on this machine that listen on the port together and share an index, in a Valkey of their own where
+    `redis` names none (docs/processes.md)."""
     policy: str = "kv-aware"
     """One of `policies.POLICIES`."""
     policy_header_allowed: bool = False
@@ -322,11 +577,20 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     forward_kv_transfer_params: bool = False
     """Whether `kv_transfer_params` of clients reaches the workers: it can name blocks to pull, so it is stripped."""
     log_level: LogLevel = "info"
+    logs: LogsConfig = LogsConfig()
     tenants: TenantsConfig = TenantsConfig()
+    rate_limits: RateLimitsConfig = RateLimitsConfig()
+    tls: TlsConfig = TlsConfig()
+    upstream_tls: UpstreamTlsConfig = UpstreamTlsConfig()
     admin: ListenerConfig = ListenerConfig()
     metrics: ListenerConfig = ListenerConfig()
     limits: LimitsConfig = LimitsConfig()
     timeouts: TimeoutsConfig = TimeoutsConfig()
+    handover: HandoverConfig = HandoverConfig()
+    retries: RetriesConfig = RetriesConfig()
+    breakers: BreakersConfig = BreakersConfig()
+    ejection: EjectionConfig = EjectionConfig()
+    hedging: HedgingConfig = HedgingConfig()
     probes: ProbesConfig = ProbesConfig()
     index: IndexConfig = IndexConfig()
     sharing: SharingConfig = SharingConfig()
@@ -334,13 +598,20 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     priorities: PrioritiesConfig = PrioritiesConfig()
     routing: RoutingConfig = RoutingConfig()
     admission: AdmissionConfig = AdmissionConfig()
+    samples: SamplesConfig = SamplesConfig()
     transfer: TransferConfig = TransferConfig()
     usage: UsageConfig = UsageConfig()
+    api: ApiConfig = ApiConfig()
+    cors: CorsConfig = CorsConfig()
+    batches: BatchesConfig = BatchesConfig()
     disaggregation: DisaggregationConfig = DisaggregationConfig()
+    kubernetes: KubernetesConfig = KubernetesConfig()
+    envoy: EnvoyConfig = EnvoyConfig()
+    tracing: TracingConfig = TracingConfig()
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
-            raise ValueError(f"policy: {self.policy!r} is unknown{_nearest(self.policy, POLICIES)}")
+            raise ValueError(f"policy: {self.policy!r} is unknown{nearest(self.policy, POLICIES)}")
         _check_redis(self)
         for model in self.prompts.template_defaults:
             if model not in self.tokenizers:
@@ -381,143 +652,8 @@ def _check_redis(config: GatewayConfig) -> None:
 LOG_LEVELS: tuple[str, ...] = get_args(LogLevel)
 
 
-def load(
-    path: Path | None = None,
-    environment: Mapping[str, str] = os.environ,
-    overrides: Mapping[str, Any] | None = None,
-) -> GatewayConfig:
-    """The configuration of a file, its variables in `environment` and `overrides` (by key path), each over the last.
-
-    Raises ConfigError, whose message names the source and the key.
-    """
-    document: dict[str, Any] = {}
-    if path is not None:
-        document = _read(path)
-        _convert(document, str(path))
-    for variable, key, kind in _variables():
-        raw = environment.get(variable)
-        if raw and not _written_by_kubernetes(variable, raw):
-            _put(document, key, _parse(raw, kind, variable))
-    for key, value in (overrides or {}).items():
-        _put(document, key, value)
-    return _convert(document, "configuration")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        document = yaml.load(path.read_text(), _StrictLoader)  # noqa: S506 (a SafeLoader that is stricter still)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: {_one_line(error)}") from error
-    if document is None:
-        return {}
-    if not isinstance(document, dict):
-        raise ConfigError(f"{path}: a mapping is expected at the top, not {type(document).__name__}")
-    return document
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """YAML lets the last of two equal keys win in silence."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise yaml.MarkedYAMLError(problem=f"the key {key!r} is given twice", problem_mark=key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-def _convert(document: dict[str, Any], source: str) -> GatewayConfig:
-    document = {**document, "workers": [_expand(worker) for worker in _as_list(document.get("workers"))]}
-    _refuse_unknown(document, GatewayConfig, "", source)
-    try:
-        return msgspec.convert(document, GatewayConfig, dec_hook=_decode)
-    except (msgspec.ValidationError, ValueError) as error:
-        raise ConfigError(f"{source}: {_readable(error)}") from error
-
-
-def _as_list(value: Any) -> Any:
-    return [] if value is None else value if isinstance(value, list) else [value]
-
-
-def _expand(worker: Any) -> Any:
-    return {"url": worker} if isinstance(worker, str) else worker
-
-
-def _decode(kind: type, value: Any) -> Any:
-    if kind is Path and isinstance(value, str | Path):
-        return Path(value).expanduser()
-    raise TypeError(f"Expected `{kind.__name__.lower()}`, got `{type(value).__name__}`")
-
-
-def _refuse_unknown(value: Any, kind: Any, at: str, source: str) -> None:
-    """msgspec says that a name is unknown; this says as well which ones are known."""
-    if get_origin(kind) is Literal and isinstance(value, str) and value not in get_args(kind):
-        raise ConfigError(f"{source}: {at}: {value!r} is unknown{_nearest(value, get_args(kind))}")
-    if isinstance(value, list) and get_origin(kind) is tuple:
-        for position, item in enumerate(value):
-            _refuse_unknown(item, get_args(kind)[0], f"{at}[{position}]", source)
-    if not isinstance(value, dict) or not _is_section(kind):
-        return
-    fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
-    for name, item in value.items():
-        key = f"{at}.{name}" if at else str(name)
-        if name not in fields:
-            raise ConfigError(f"{source}: unknown key {key!r}{_nearest(str(name), fields)}")
-        _refuse_unknown(item, fields[name], key, source)
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
+    """For a message about a name that is not known: which one may be meant."""
     known = list(names)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; known here: {', '.join(known)}"
-
-
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Section)
-
-
-def _readable(error: Exception) -> str:
-    """`Expected ... - at `$.limits.body_bytes_max`` becomes `limits.body_bytes_max: Expected ...`."""
-    message, _, place = _one_line(error).partition(" - at `$")
-    key = place.rstrip("`").lstrip(".")
-    return f"{key}: {message}" if key else message
-
-
-def _one_line(error: Exception) -> str:
-    return (error.strerror or str(error)) if isinstance(error, OSError) else " ".join(str(error).split())
-
-
-def _variables(kind: type[Section] = GatewayConfig, at: str = "") -> Iterator[tuple[str, str, Any]]:
-    """(variable, key path, type) of each key that can be set from the environment."""
-    for field in msgspec.structs.fields(kind):
-        key = at + field.name
-        if _is_section(field.type):
-            yield from _variables(field.type, f"{key}.")
-        else:
-            yield ENVIRONMENT_PREFIX + key.replace(".", "_").upper(), key, field.type
-
-
-def _written_by_kubernetes(variable: str, raw: str) -> bool:
-    """A Service called `ropeway` puts ROPEWAY_PORT=tcp://10.0.0.1:8000 into every pod of its namespace."""
-    return variable == f"{ENVIRONMENT_PREFIX}PORT" and raw.startswith("tcp://")
-
-
-def _parse(raw: str, kind: Any, variable: str) -> Any:
-    try:
-        if get_origin(kind) in (tuple, dict):
-            return yaml.load(raw, _StrictLoader)  # noqa: S506 (as above)
-        return raw if get_origin(kind) is Literal else msgspec.convert(raw, kind, strict=False, dec_hook=_decode)
-    except (msgspec.ValidationError, yaml.YAMLError) as error:
-        raise ConfigError(f"{variable}: {_one_line(error)}") from error
-
-
-def _put(document: dict[str, Any], key: str, value: Any) -> None:
-    *path, last = key.split(".")
-    section = document
-    for name in path:
-        section = section.setdefault(name, {})
-    if isinstance(value, dict) and isinstance(section.get(last), dict):
-        value = {**section[last], **value}
-    section[last] = value

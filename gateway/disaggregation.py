@@ -26,6 +26,7 @@ from gateway.fleet.knowledge import Knowledge
 from gateway.fleet.registry import WORKERS_MAX, Fleet
 from gateway.fleet.trust import TrustLevel
 from gateway.fleet.worker import ModelPool, Parity, WorkerRecord
+from gateway.reliability.failures import PLAN_FAILED, of_status
 from gateway.requests import Request
 from gateway.transfers import Promise, Transfers
 from gateway.usage import Usage, read_usage
@@ -102,7 +103,7 @@ class Disaggregation:
     def weigh(self, prompted: Prompted, receipt: Receipt, now: float) -> "Division | None":
         """Whether a decided request had best have two legs; None where there is no prompt to divide."""
         request, pool, named, match = prompted
-        if not named.chain or request.skips_cache or request.prompts_count != 1:
+        if not named.chain or request.skips_cache or request.prompts_count != 1 or request.foreign:
             return None
         known = self.fleet.prefill_candidates(pool, request.adapter)
         candidates = [record for record in known if not self.accounts.paused(record.name, _PROMPTS, now)]
@@ -205,17 +206,21 @@ class Division:
             legs.outcome, legs.problem = Outcome.DEADLINE, "did not answer in time"
         except ErrandFailed as error:
             legs.outcome, legs.problem = Outcome.UNREACHABLE, f"{error}"
-            disaggregation.fleet.suspect(source, f"{error}")
+            disaggregation.fleet.failed(source, self.leg_id, error.failure)
         else:
             legs.outcome = _TWO_LEGS if head.status == 200 else Outcome.REFUSED
             legs.problem = "" if head.status == 200 else f"answered {head.status}"
             self._judge(source, head.status)
+            failure = of_status(head.status)
+            if failure is not None:
+                disaggregation.fleet.failed(source, self.leg_id, failure)
         finally:
             legs.seconds = disaggregation.clock() - began
             self._end(source, began + legs.seconds)
         if self.promises:
             self._testify(source, read_usage(errand.tail), began, began + legs.seconds)
         else:
+            disaggregation.fleet.safeguards.counted(PLAN_FAILED)
             logger.info("request %s: %s", self._prompted.request.id, legs)
 
     def _begin(self, source: WorkerRecord, now: float) -> None:
@@ -232,18 +237,21 @@ class Division:
             else:
                 knowledge.history.record(key, named.chain)
         source.requests += 1
+        source.breaker.sent(self.leg_id, now)
 
     def _end(self, source: WorkerRecord, now: float) -> None:
         disaggregation, legs = self._disaggregation, self.legs
         knowledge = disaggregation.knowledge
         answered = legs.outcome is _TWO_LEGS
         if answered:
+            source.breaker.succeeded(self.leg_id, now)
             sample = knowledge.accounting.first_token(self.leg_id, now)
             if sample is not None:
                 disaggregation.measured(sample, now)
             disaggregation.accounts.delivered(source.name, _PROMPTS)
             disaggregation.metrics.prefill_seconds.observe(legs.seconds or 0.0)
         else:
+            source.breaker.dropped(self.leg_id)
             knowledge.cancel_predictions(self.leg_id)
         if legs.outcome is Outcome.DEADLINE:
             disaggregation.accounts.failed(source.name, _PROMPTS, "deadline", now)

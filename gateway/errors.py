@@ -24,6 +24,7 @@
     │   ├── ShuttingDown
     │   └── UpstreamUnavailable
     └── UpstreamTimeout      504
+        └── DeadlineExceeded
 
 An error is translated into one of these once, where it crosses into the gateway; from there on it knows how it is
 answered. Messages are written for the client: they carry no traceback, no address of a worker and no secret.
@@ -42,10 +43,14 @@ class StartupError(Exception):
 
 
 class ConfigError(StartupError):
+    """A configuration file, variable or flag is wrong. The message names the place."""
+
     exit_code = 2
 
 
 class PortInUseError(StartupError):
+    """Something listens on a port already."""
+
     def __init__(self, host: str, port: int, remedy: str = "choose another with --port") -> None:
         super().__init__(f"port {port} on {host} is in use; {remedy}")
 
@@ -164,9 +169,21 @@ class TooManyRequests(ServiceError):
     type = "rate_limit_error"
     code = "rate_limit_exceeded"
 
-    def __init__(self, message: str, *, code: str | None = None, retry_after_seconds: int = 1) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str | None = None,
+        retry_after_seconds: int | None = 1,
+        standing: Iterable[tuple[bytes, bytes]] = (),
+    ) -> None:
+        """`retry_after_seconds`: None where another try would be in vain. `standing`: headers that say what is left."""
         super().__init__(message, code=code)
         self.retry_after_seconds = retry_after_seconds
+        self._standing = tuple(standing)
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        return [*super().headers(), *self._standing]
 
 
 class HeaderTooLarge(ServiceError):
@@ -239,3 +256,9 @@ class UpstreamUnavailable(Unavailable):
 class UpstreamTimeout(ServiceError):
     status = 504
     code = "upstream_timeout"
+
+
+class DeadlineExceeded(UpstreamTimeout):
+    """The request's own time is over."""
+
+    code = "deadline_exceeded"

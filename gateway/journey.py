@@ -1,6 +1,8 @@
 """One request under way: who was chosen, what is sent there, and the accounts that are settled when it ends."""
 
 import asyncio
+from collections.abc import Callable
+from copy import copy
 from typing import TYPE_CHECKING
 
 from cachecore.blocks import HASH_BYTES
@@ -8,7 +10,7 @@ from cachecore.index.contract import Match
 from cachecore.prompts.contract import NamedPrompt
 from cachecore.scope import Fidelity
 from gateway.disaggregation import Disaggregation, Division, Prompted
-from gateway.edge.exchange import Ending
+from gateway.edge.contract import Ending, Patience
 from gateway.edge.http1 import ResponseHead
 from gateway.errors import ServiceError
 from gateway.fleet import parity
@@ -17,20 +19,33 @@ from gateway.fleet.scrutiny import SAMPLE_BYTES_MAX
 from gateway.fleet.trust import TrustLevel
 from gateway.fleet.worker import ModelPool, Parity, WorkerRecord
 from gateway.outbound import asking_for_usage
-from gateway.requests import FIDELITY_HEADER, Kind, Request
+from gateway.reliability.failures import (
+    CLIENT_GONE,
+    FAILED_STATUS_MIN,
+    PLAN_FAILED,
+    WORKER_REFUSAL,
+    Failure,
+    Retry,
+)
+from gateway.reliability.hedging import Hedging, Outcome
+from gateway.requests import FIDELITY_HEADER, Request
 from gateway.shifted import NO_PASSAGES, PROMPT_TOKENS_MAX, Asked, PassagePlanner, PassagePlans
 from gateway.transfers import Flight, Identity, Task
 from gateway.usage import read_usage
+from gateway.views.receipts import CHAIN_BYTES_MAX
 from policies.bursts import HOLD_SECONDS_MAX
 from policies.contract import Decision, Evidence, Receipt
 from policies.peers.contract import Asked as Prompt
 from policies.pricing import prefill_seconds, queue_key_seconds
+from policies.state.breakers import CLOSED
 
 if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
     from gateway.pipeline import Pipeline
 
 # Members of enumerations are looked up by a slow path.
-_FAILED, _COMPLETE = Parity.FAILED, Ending.COMPLETE
+_FAILED, _COMPLETE, _CLOSED = Parity.FAILED, Ending.COMPLETE, CLOSED
 _BELIEVED, _HISTORY = TrustLevel.EXACT, Evidence.HISTORY
 _DOUBTED = {level: (level.value, b"x-ropeway-trust: %b\r\n" % level.value.encode()) for level in TrustLevel}
 """What a receipt and an answer say of a worker that is believed less."""
@@ -42,13 +57,16 @@ class Journey:
     __slots__ = (
         "_division",
         "_excluded",
+        "_failures",
         "_first_byte_at",
         "_flight",
+        "_is_second",
         "_kv_headers",
         "_passages",
         "_pipeline",
         "_queue_key",
         "_receipt",
+        "_span",
         "_started_at",
         "_trust",
         "_worker",
@@ -56,6 +74,7 @@ class Journey:
         "connections",
         "match",
         "named",
+        "patience",
         "pool",
         "queued_header",
         "reads_head",
@@ -73,11 +92,16 @@ class Journey:
         self.named = named
         self.match = match
         self._excluded: tuple[WorkerRecord, ...] = ()
+        self._failures: list[Failure] | None = None
+        """Of all legs; None before the first."""
+        self._is_second = False
+        self.patience: Callable[[], Patience] | None = None
         self._started_at = self._first_byte_at = self._queue_key = 0.0
         self._division: Division | None = None
         self._flight: Flight | None = None
         self._passages = NO_PASSAGES
         self._kv_headers = b""
+        self._span: Span | None = None
         self.queued_header = b""
         """A header line for the answer of a request that has waited."""
         self.reads_head = self.strips_usage = False
@@ -159,6 +183,10 @@ class Journey:
                 seconds, prior_seconds = self._flight.option.prefill_seconds, None
             elif self._passages.tokens:
                 seconds, prior_seconds = self._passages.prefill_seconds, None
+        if worker.breaker.circuit is not _CLOSED:
+            # A trial: its head says enough, however long the answer takes.
+            worker.breaker.sent(request.upstream_id, now)
+            self.reads_head = True
         if decision.burst is not None:
             knowledge.lease(request.upstream_id, decision.burst, decision, seconds, now)
             decision.burst = None  # receipts are kept, and it leads to the request
@@ -206,8 +234,11 @@ class Journey:
             self.answer_headers += self._division.header
         if self.queued_header:
             self.answer_headers += self.queued_header
-        if pipeline.admission is not None:
+        if pipeline.limits is not None:
+            self.answer_headers += pipeline.limits.header_lines(request.tenant)
+        if pipeline.admission is not None and not self._is_second:
             pipeline.admission.begun(request, self.pool, named.token_count - matched)
+        receipt.chain = named.chain[:CHAIN_BYTES_MAX]
         pipeline.receipts.add(receipt)
         pipeline.metrics.routed(receipt)
 
@@ -253,7 +284,7 @@ class Journey:
             salt = request.salt_json or pipeline.prompts.salt_json(request, self.pool)
         plans = self._flight.body if self._flight is not None else self._passages.body
         further = pipeline.outbound.changes(request, self.pool, self.named, worker, plans, self._queue_key)
-        if settings.requests_usage and request.streams and request.kind is not Kind.OTHER:
+        if settings.requests_usage and request.streams and not request.foreign:
             asked = asking_for_usage(request)
             if asked is not None:
                 # The client never sees what that brings.
@@ -263,6 +294,10 @@ class Journey:
         headers = self._kv_headers
         if len(worker.holders) > 1 and worker.traits.rank_header:
             headers += b"%b: %d\r\n" % (worker.traits.rank_header, rank)
+        if pipeline.tracing is not None:
+            if self._span is None:
+                self._span = pipeline.tracing.begin(request)
+            headers += pipeline.tracing.header_lines(self._span)
         opening = pipeline.outbound.opening(request.head, worker)
         size = sum(map(len, body))
         head = b"%b%b\r\n%bcontent-length: %d\r\n\r\n"
@@ -285,10 +320,14 @@ class Journey:
     # exchange.Listener
 
     def answered(self, head: ResponseHead) -> None:
-        transfers = self._pipeline.transfers
+        transfers, breaker = self._pipeline.transfers, self._worker.breaker
+        if breaker.circuit is not _CLOSED and head.status == 200:
+            breaker.succeeded(self.request.upstream_id, self._pipeline.clock())
         if transfers is not None and head.status == 200:
             flight, self._flight = self._flight, None
-            self._receipt.pull_report = transfers.answered(flight, head.headers, self._pipeline.clock())
+            report = self._receipt.pull_report = transfers.answered(flight, head.headers, self._pipeline.clock())
+            if report is not None and report.outcome != "fetched":
+                self._pipeline.fleet.safeguards.counted(PLAN_FAILED)
 
     def first_byte(self) -> None:
         pipeline = self._pipeline
@@ -311,13 +350,31 @@ class Journey:
         if pipeline.admission is not None:
             pipeline.admission.answered(self._receipt, self.pool, now)
 
-    def retry(self, reason: str, elsewhere: bool) -> bool:
-        pipeline = self._pipeline
-        pipeline.metrics.retried(reason)
-        if not elsewhere:
+    def failed(self, failure: Failure) -> bool:
+        pipeline, safeguards = self._pipeline, self._pipeline.fleet.safeguards
+        self.broke(failure)
+        if failure.retry is Retry.NO or self._exhausted(failure, safeguards.attempts_max):
+            return False
+        if failure.retry is Retry.ELSEWHERE:
+            if not safeguards.budget.spend(pipeline.clock()):
+                return False
+            if not self._goes_elsewhere():
+                safeguards.budget.refund()
+                return False
+        pipeline.metrics.retried(failure.name)
+        return True
+
+    def _exhausted(self, failure: Failure, attempts_max: int) -> bool:
+        """Whether so many attempts have failed that there is to be no other. A stale connection is always replaced
+        once: nothing had been tried."""
+        failures = self._failures or []
+        if failure.attempts_max and failures.count(failure) >= failure.attempts_max:
             return True
-        pipeline.fleet.suspect(self._worker, reason)
-        pipeline.knowledge.cancel_predictions(self.request.upstream_id)
+        return len(failures) >= (max(attempts_max, 2) if failure.retry is Retry.SAME else attempts_max)
+
+    def _goes_elsewhere(self) -> bool:
+        """Whether there is another worker for it; if so, it is decided."""
+        self._pipeline.knowledge.cancel_predictions(self.request.upstream_id)
         self._end_flight()
         self._excluded += (self._worker,)
         try:
@@ -326,12 +383,41 @@ class Journey:
             return False
         return True
 
+    def broke(self, failure: Failure) -> None:
+        if self._failures is None:
+            self._failures = []
+        self._failures.append(failure)
+        self._pipeline.fleet.failed(self._worker, self.request.upstream_id, failure)
+
+    def hedge(self) -> "Journey | None":
+        hedging = self._pipeline.hedging
+        if hedging is None or not hedging.granted():
+            return None
+        request = copy(self.request)
+        request.upstream_id = f"{self.request.upstream_id}-hedge"
+        request.deadline = None  # it has been promised that already
+        second = Journey(self._pipeline, request, self.pool, self.named, self.match)
+        if self._failures is None:
+            self._failures = []
+        second._failures = self._failures
+        second._excluded, second._is_second = (self._worker,), True
+        try:
+            second.decide()
+        except ServiceError:
+            hedging.outcomes[Outcome.NOBODY] += 1
+            hedging.budget.refund()
+            return None
+        second._started_at = self._started_at
+        second.answer_headers += b"x-ropeway-hedge: %b\r\n" % self._worker.name.encode()
+        return second
+
     def ended(self, ending: Ending, status: int, body_bytes: int, tail: bytes) -> None:
         pipeline, request = self._pipeline, self.request
         now = pipeline.clock()
         output_tokens = 0
         answered = ending is _COMPLETE and status == 200
         if answered:
+            self._worker.breaker.succeeded(request.upstream_id, now)
             self._worker.answers_until_sampled -= 1
             if self._worker.answers_until_sampled < 0:
                 self._sample()
@@ -341,20 +427,49 @@ class Journey:
                 self._check(usage.prompt_tokens, cached_tokens)
             if self.named.chain and request.prompts_count == 1:
                 self._testify(cached_tokens, now)
-        elif status != 200 or not self._first_byte_at:
-            pipeline.knowledge.cancel_predictions(request.upstream_id)
+        else:
+            self._unanswered(ending, status)
         if self.pool.transfers:
             pipeline.knowledge.release_leases(request.upstream_id)
         sample = pipeline.knowledge.accounting.finish(request.upstream_id, now, output_tokens, answered)
         if sample is not None:
             pipeline.knowledge.estimates.observe_answer(sample)
         pipeline.metrics.ended(ending, status, now - self._started_at)
+        if pipeline.request_log is not None:
+            seconds = now - self._started_at
+            pipeline.request_log.ended(self._receipt, ending, status, seconds, body_bytes, output_tokens)
+        if pipeline.tracing is not None and self._span is not None:
+            pipeline.tracing.end(self._span, self._receipt, ending, status, output_tokens)
+        if pipeline.hedging is not None:
+            self._tell_of_hedging(pipeline.hedging, ending, answered, now)
         if pipeline.shadows is not None:
             pipeline.shadows.finished(request.upstream_id, now)
         if self._flight is not None:
             self._end_flight()
         if pipeline.admission is not None:
             pipeline.admission.ended(request, self.pool, output_tokens)
+        if pipeline.limits is not None and output_tokens:
+            pipeline.limits.said(request.tenant, output_tokens)
+
+    def _unanswered(self, ending: Ending, status: int) -> None:
+        """It has ended otherwise than with a whole answer."""
+        pipeline, request_id = self._pipeline, self.request.upstream_id
+        if ending is Ending.CLIENT_GONE and not self._is_second:
+            pipeline.fleet.safeguards.counted(CLIENT_GONE)
+        self._worker.breaker.dropped(request_id)
+        if status != 200 or not self._first_byte_at:
+            pipeline.knowledge.cancel_predictions(request_id)
+        if 400 <= status < FAILED_STATUS_MIN:
+            pipeline.fleet.failed(self._worker, request_id, WORKER_REFUSAL)
+
+    def _tell_of_hedging(self, hedging: Hedging, ending: Ending, answered: bool, now: float) -> None:
+        if self._is_second:
+            unheard = ending in (Ending.OVERTAKEN, Ending.CLIENT_GONE, Ending.REFUSED)
+            hedging.outcomes[Outcome.LOST if unheard else Outcome.WON] += 1
+        elif answered or ending is Ending.OVERTAKEN:
+            # One that was overtaken would have taken longer: without it the quantile would sink and sink.
+            began = answered and self.request.streams
+            hedging.observe((self._first_byte_at if began else now) - self._started_at, self.request.streams)
 
     def _end_flight(self) -> None:
         """No word came of the pull."""
@@ -368,7 +483,7 @@ class Journey:
         question = request.question() if self.named.complete and len(request.data) <= SAMPLE_BYTES_MAX else None
         if question is not None:
             pool = self.pool
-            told = self._pipeline.prompts.told_tokens(pool, question) if pool.renderer is None else None
+            told = self._pipeline.prompts.told_tokens(request, pool, question) if pool.renderer is None else None
             self._pipeline.fleet.sample(self._worker, pool, question, told)
 
     def _check(self, prompt_tokens: int, cached_tokens: int | None) -> None:

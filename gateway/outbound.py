@@ -10,10 +10,13 @@ from gateway.edge.http1 import RequestHead, forwardable
 from gateway.fleet.engines.contract import EngineTraits
 from gateway.fleet.worker import ModelPool, Parity, WorkerRecord
 from gateway.prompts import Prompts
-from gateway.requests import NOT_FORWARDED, Kind, Request
+from gateway.requests import KEY_HEADERS, NOT_FORWARDED, Kind, Request
 
 # Members of enumerations are looked up by a slow path.
 _PROVEN = Parity.PROVEN
+CREDENTIAL_HEADERS = KEY_HEADERS | {b"api-key", b"cookie", b"x-goog-api-key"}
+"""What clients prove themselves with, here or elsewhere: none of a worker's business where keys are the gateway's."""
+TRACE_HEADERS = frozenset({b"traceparent", b"tracestate"})
 _OPENINGS_MAX = 64
 """Workers that one head is written out for, until it is done anew."""
 
@@ -36,7 +39,11 @@ class Outbound:
         self._priorities = priorities
         self._forward_token_ids = forward_token_ids
         self._forward_kv_transfer_params = forward_kv_transfer_params
-        self._not_forwarded = NOT_FORWARDED if forward_authorization else NOT_FORWARDED | {b"authorization"}
+        self._not_forwarded = NOT_FORWARDED if forward_authorization else NOT_FORWARDED | CREDENTIAL_HEADERS
+
+    def trace(self) -> None:
+        """Workers get the gateway's own word of traces, not the client's."""
+        self._not_forwarded |= TRACE_HEADERS
 
     def opening(self, head: RequestHead, worker: WorkerRecord) -> bytes:
         """A request to a worker up to its id, with the client's header lines that travel: all but a key of ours."""
@@ -85,7 +92,7 @@ class Outbound:
         """Nothing where the engine takes none, or the prompt is not known to the end."""
         is_chat = request.kind is Kind.CHAT
         takes_them = traits.chat_token_ids if is_chat else traits.token_ids
-        if not takes_them or not named.complete or request.question() is None:
+        if request.foreign or not takes_them or not named.complete or request.question() is None:
             return {}
         if is_chat and self._forward_kv_transfer_params and "kv_transfer_params" in request.values:
             return {}

@@ -7,21 +7,26 @@ its turn, and where its siblings are having the same prompt computed, until it c
 counted at the moment of decision, so a burst sees itself.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from random import Random
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cachecore.blocks import EMPTY_CHAIN
 from cachecore.index.contract import NO_MATCH, Match
 from cachecore.prompts.contract import NamedPrompt, PromptError
+from cachecore.scope import TenantId
 from cachecore.store import StoreError
 from gateway.admission import Admission, Asking
+from gateway.api.translated import Translated
+from gateway.api.translator import Translator, inbound_of, translated
 from gateway.config import PrioritiesConfig
 from gateway.disaggregation import Disaggregation, Prompted
 from gateway.edge.body import BodyMemory
+from gateway.edge.contract import Patience
 from gateway.edge.http1 import RequestHead
 from gateway.edge.server import Inbound
 from gateway.errors import BadRequest, ServiceError
@@ -29,11 +34,16 @@ from gateway.fleet.knowledge import Knowledge
 from gateway.fleet.registry import Fleet
 from gateway.fleet.worker import ModelPool, WorkerRecord
 from gateway.journey import Journey
+from gateway.limits import RateLimits
+from gateway.logs import RequestLog
 from gateway.outbound import Outbound
 from gateway.prompts import Prompts
-from gateway.requests import Kind, Request, read_request, request_id_of
+from gateway.reliability.failures import TIME_OVER, of_error
+from gateway.requests import Kind, Request, credentials, read_request, request_id_of
 from gateway.shifted import PassagePlanner
-from gateway.tenants import Tenant, Tenants
+from gateway.steering.pins import Pins
+from gateway.steering.samples import Samples
+from gateway.tenants import Roster, Tenant, Tenants
 from gateway.transfers import Transfers
 from gateway.views.metrics import GatewayMetrics
 from gateway.views.receipts import Receipts
@@ -44,10 +54,18 @@ from policies.peers.contract import Asked as Prompt
 from policies.shadow import Shadows
 from policies.state.beliefs import Inquiry
 
+if TYPE_CHECKING:
+    from gateway.tracing import Tracing
+
 logger = logging.getLogger("ropeway.pipeline")
 
+# Members of enumerations are looked up by a slow path.
+_CHAT = Kind.CHAT
 # A named tuple's own constructor is a function in Python.
 _new = tuple.__new__
+
+Later = Callable[[], Coroutine[Any, Any, Journey]]
+"""What of a beginning takes its time."""
 
 
 class PipelineSettings(NamedTuple):
@@ -57,6 +75,8 @@ class PipelineSettings(NamedTuple):
     priorities: PrioritiesConfig = PrioritiesConfig()
     forward_token_ids: bool = False
     requests_usage: bool = False
+    total_seconds: float | None = None
+    """What a request may take altogether, and the most that it may ask for; None bounds neither."""
 
 
 class Pipeline:
@@ -76,6 +96,7 @@ class Pipeline:
         disaggregation: Disaggregation | None = None,
         admission: Admission | None = None,
         shadows: Shadows | None = None,
+        samples: Samples | None = None,
         clock: Callable[[], float] = time.monotonic,
         random: Random | None = None,
     ) -> None:
@@ -96,6 +117,22 @@ class Pipeline:
         """None where nobody waits here, however long the workers' queues are."""
         self.shadows = shadows
         """None where no policy is asked but the one that decides."""
+        self.request_log: RequestLog | None = None
+        """None where requests leave no line in the log."""
+        self.tracing: Tracing | None = None
+        """None where no request has a span."""
+        self.samples = samples
+        """None where nothing is kept for operators' questions."""
+        self._retries = fleet.safeguards.budget
+        self.hedging = fleet.safeguards.hedging
+        """None where no request is put to two workers."""
+        self.pins: Pins | None = None
+        """None where no request is pinned to a worker."""
+        self.limits: RateLimits | None = None
+        """None where nobody's requests or tokens per minute are limited."""
+        self.translator = Translator()
+        self.kept_paths: tuple[str, ...] = ()
+        """Whose requests are answered here, by their beginnings, though workers might."""
         self.clock = clock
         self._random = random or Random()
         self.policy = create_policy(settings.policy)
@@ -109,22 +146,82 @@ class Pipeline:
             forward_authorization=tenants.open,
         )
 
+    def trace(self, tracing: "Tracing") -> None:
+        """From here on every request has a span."""
+        self.tracing = tracing
+        self.outbound.trace()
+
     # The story
 
-    def begin(self, inbound: Inbound) -> Journey | Coroutine[Any, Any, Journey]:
+    def begin(self, inbound: Inbound) -> Journey | Translated | Coroutine[Any, Any, Journey | Translated]:
         """Decide where a request goes. Raises ServiceError."""
-        request = self._read(inbound)
-        pool, adapter = self.fleet.pool(request.model)
-        request.adapter = adapter
+        try:
+            request = self._read(inbound)
+            pool, adapter = self.fleet.pool(request.model)
+            request.adapter = adapter
+            if request.kind is not _CHAT and self.translator.concerns(request, pool):
+                return self._begin_translated(inbound, request, pool)
+            return self._begin(request, pool)
+        except Exception as error:
+            self._refused(error)
+            raise
+
+    def begin_for(
+        self, tenant: str, inbound: Inbound
+    ) -> Journey | Translated | Coroutine[Any, Any, Journey | Translated]:
+        """As `begin`, for a tenant that is not there itself."""
+        owner = Tenant(TenantId(tenant))
+        if self.limits is not None:
+            self.limits.admit(owner)
+        request = read_request(inbound, owner, self.fleet, self._bodies)
+        pool, request.adapter = self.fleet.pool(request.model)
+        if request.kind is not _CHAT and self.translator.concerns(request, pool):
+            return self._begin_translated(inbound, request, pool)
+        return self._begin(request, pool)
+
+    def _begin_translated(
+        self, inbound: Inbound, request: Request, pool: ModelPool
+    ) -> Translated | Coroutine[Any, Any, Translated]:
+        """As `begin`, of a request that is asked in another form."""
+        asked = self.translator.asked(request)
+        inner = read_request(inbound_of(inbound, asked), request.tenant, self.fleet, self._bodies)
+        inner.adapter = request.adapter
+        return translated(self._begin(inner, pool), asked)
+
+    def _begin(self, request: Request, pool: ModelPool) -> Journey | Coroutine[Any, Any, Journey]:
+        if self.settings.total_seconds is not None or request.timeout_seconds is not None:
+            bounds = (self.settings.total_seconds, request.timeout_seconds)
+            request.time_over_at = self.clock() + min(seconds for seconds in bounds if seconds is not None)
         if self.admission is not None:
             self.admission.arrived(request, pool)
         named = self._name(request, pool)
         if not isinstance(named, NamedPrompt):
-            return self._begin_later(request, pool, named)
+            return self._in_time(request, partial(self._begin_later, request, pool, named))
         matched = self.match(pool, request, named)
         if not isinstance(matched, Match):
-            return self._match_later(request, pool, named, matched)
-        return self._embark(request, pool, named, matched)
+            return self._in_time(request, partial(self._match_later, request, pool, named, matched))
+        embarked = self._embark(request, pool, named, matched)
+        return embarked if isinstance(embarked, Journey) else self._in_time(request, embarked)
+
+    async def _in_time(self, request: Request, beginning: Later) -> Journey:
+        """Begin within the request's own time, if it has one."""
+        try:
+            if request.time_over_at is None:
+                return await beginning()
+            async with asyncio.timeout(request.time_over_at - self.clock()):
+                return await beginning()
+        except TimeoutError:
+            error = TIME_OVER.error()
+            self._refused(error)
+            raise error from None
+        except Exception as error:
+            self._refused(error)
+            raise
+
+    def _refused(self, error: Exception) -> None:
+        failure = of_error(error)
+        if failure is not None:
+            self.fleet.safeguards.counted(failure)
 
     async def _begin_later(self, request: Request, pool: ModelPool, naming: Awaitable[NamedPrompt]) -> Journey:
         named = await self._named(request, naming)
@@ -134,7 +231,7 @@ class Pipeline:
         self, request: Request, pool: ModelPool, named: NamedPrompt, matching: Match | Awaitable[Match]
     ) -> Journey:
         embarked = self._embark(request, pool, named, await self.matched(matching))
-        return embarked if isinstance(embarked, Journey) else await embarked
+        return embarked if isinstance(embarked, Journey) else await embarked()
 
     async def explain(self, inbound: Inbound) -> Receipt:
         """The receipt of a request, which is sent nowhere and counted nowhere. Raises ServiceError."""
@@ -152,7 +249,7 @@ class Pipeline:
     # Stages
 
     def owns(self, method: str, path: str) -> bool:
-        return Kind.of(method, path) is not None
+        return Kind.of(method, path) is not None and not path.startswith(self.kept_paths)
 
     def admit(self, head: RequestHead) -> None:
         self._tenant_of(head)
@@ -161,13 +258,16 @@ class Pipeline:
         return b"x-request-id: %b\r\n" % request_id_of(head).encode()
 
     def _tenant_of(self, head: RequestHead) -> Tenant:
-        tenant: Tenant | None = head.notes.get("tenant")
-        if tenant is None:
-            tenant = head.notes["tenant"] = self.tenants.authenticate(head.get(b"authorization"))
-        return tenant
+        roster = self.tenants.roster
+        admitted: tuple[Roster, Tenant] | None = head.notes.get("tenant")
+        if admitted is None or admitted[0] is not roster:
+            admitted = head.notes["tenant"] = roster, self.tenants.authenticate(credentials(head))
+        return admitted[1]
 
     def _read(self, inbound: Inbound) -> Request:
         tenant = self._tenant_of(inbound.head)
+        if self.limits is not None:
+            self.limits.admit(tenant)
         try:
             return read_request(inbound, tenant, self.fleet, self._bodies)
         except ServiceError as error:
@@ -219,6 +319,8 @@ class Pipeline:
         started = time.perf_counter()
         policy = self._policy_of(request) if request.policy else self.policy
         candidates = self.fleet.candidates(pool, request.adapter, excluded)
+        if self.pins is not None:
+            candidates = self.pins.narrow(request, named.chain, candidates)
         chain = EMPTY_CHAIN if request.skips_cache else named.chain
         policy_name, tokens = policy.name, named.token_count
         own_history_only = policy_name == "prefix-aware"
@@ -257,7 +359,15 @@ class Pipeline:
         )
         if counted and self.shadows is not None and not decision.hold_seconds:
             self.shadows.judge(query, Prompt(chain, tokens, pool.block_size_tokens), snapshot, decision)
+        if counted and self.samples is not None and now >= self.samples.due:
+            self.samples.take(request, pool, chain, query, snapshot)
         return receipt
+
+    def use_policy(self, name: str) -> None:
+        """From the next request on. Raises ValueError where there is none of this name."""
+        policy = self._policies.get(name) or create_policy(name)
+        self.policy = self._policies[name] = policy
+        self.settings = self.settings._replace(policy=name)
 
     def _policy_of(self, request: Request) -> Policy:
         name = request.policy
@@ -273,11 +383,12 @@ class Pipeline:
                 raise BadRequest(f"{error}", param="x-ropeway-policy") from None
         return policy
 
-    def _embark(
-        self, request: Request, pool: ModelPool, named: NamedPrompt, match: Match
-    ) -> Journey | Coroutine[Any, Any, Journey]:
+    def _embark(self, request: Request, pool: ModelPool, named: NamedPrompt, match: Match) -> Journey | Later:
+        self._retries.requests += 1
+        if self.limits is not None:
+            self.limits.charge(request.tenant, named.token_count)
         if self.admission is not None and not self.admission.passes(request, pool):
-            return self._wait(self.admission, request, pool, named, match)
+            return partial(self._wait, self.admission, request, pool, named, match)
         return self._depart(Journey(self, request, pool, named, match))
 
     async def _wait(
@@ -291,16 +402,28 @@ class Pipeline:
             journey = Journey(self, request, pool, named, match)
             journey.queued_header = b"x-ropeway-queued-ms: %d\r\n" % (turn.waited_seconds * 1e3)
             departed = self._depart(journey)
-        return departed if isinstance(departed, Journey) else await departed
+        return departed if isinstance(departed, Journey) else await departed()
 
-    def _depart(self, journey: Journey) -> Journey | Coroutine[Any, Any, Journey]:
+    def _depart(self, journey: Journey) -> Journey | Later:
+        if self.hedging is not None or journey.request.time_over_at is not None:
+            journey.patience = partial(self._patience, journey.request, journey.pool)
         if journey.pool.prefill_workers and self.disaggregation is not None:
-            return journey.divide(self.disaggregation)
+            return partial(journey.divide, self.disaggregation)
         if journey.pool.transfers:
             receipt = journey.choose(0.0)
             if receipt.decision.hold_seconds:
-                return journey.hold(receipt)
+                return partial(journey.hold, receipt)
             journey.decide(receipt)
         else:
             journey.decide()
         return journey
+
+    def _patience(self, request: Request, pool: ModelPool) -> Patience:
+        """How long a decided request may take from now on, and when a second worker is asked."""
+        total_seconds, hedge_seconds, hedging = None, None, self.hedging
+        if request.time_over_at is not None:
+            total_seconds = max(request.time_over_at - self.clock(), 0.0)
+        if hedging is not None and not pool.transfers and not pool.prefill_workers:
+            hedging.budget.requests += 1
+            hedge_seconds = hedging.after_seconds(request.streams)
+        return Patience(total_seconds, hedge_seconds)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from cachecore.blocks import EMPTY_CHAIN, PrefixHash, pack_tokens
-from cachecore.prompts.contract import NamedPrompt, PromptError
+from cachecore.prompts.contract import NamedPrompt, PromptError, Rendered
 from cachecore.prompts.messages import has_media
 from cachecore.prompts.naming import PromptNamer, Work
 from cachecore.scope import (
@@ -21,22 +21,17 @@ from cachecore.scope import (
     Naming,
     Salt,
     SaltError,
-    TenantId,
 )
+from gateway.api.prompts import CHARACTERS_PER_TOKEN, prompt_of, weight_tokens
 from gateway.errors import BadRequest
 from gateway.fleet.worker import ModelPool
 from gateway.remote_tokens import RemoteTokens
 from gateway.requests import Kind, Request
 
 NAMINGS_MAX = 16_384
-CHARACTERS_PER_TOKEN = 4
-"""For the load estimate of prompts that are not read."""
-
-# Routes besides the named ones whose engines take a salt.
-_SALTED_PATHS = frozenset({"/v1/responses"})
 
 # Members of enumerations are looked up by a slow path.
-_CHAT, _OTHER = Kind.CHAT, Kind.OTHER
+_CHAT, _COMPLETION = Kind.CHAT, Kind.COMPLETION
 
 
 class SaltedNaming(NamedTuple):
@@ -65,7 +60,7 @@ class Prompts:
         """The `cache_salt` to send, as JSON; None for routes whose engines take none."""
         if request.salt_json is not None:
             return request.salt_json
-        if request.kind is Kind.OTHER and request.path not in _SALTED_PATHS:
+        if request.foreign and not any(request.path in worker.traits.salted_paths for worker in pool.workers):
             return None
         return self._salted(request, pool).salt_json
 
@@ -89,7 +84,7 @@ class Prompts:
         if renderer is None or request.reshaped or not (kind is _CHAT or isinstance(prompt, str)):
             return None
         rendered = renderer.chat(request.values) if kind is _CHAT else renderer.text(str(prompt))
-        return self._namer.tokens(renderer, rendered)
+        return self._namer.tokens(renderer, self._salted(request, pool).naming, rendered)
 
     def naming_for_events(self, pool: ModelPool, salt: str | None, adapter: str | None) -> Naming | None:
         """How blocks announced under a salt are named; None for a salt that is forged or of a dropped epoch.
@@ -109,13 +104,13 @@ class Prompts:
         return self._keyring.client_salt_digest(self._keyring.key_id(DEFAULT_TENANT), salt)
 
     def _salted(self, request: Request, pool: ModelPool) -> SaltedNaming:
-        key = (pool.model, pool.generation, request.adapter, request.tenant.id, request.client_salt)
+        key = (pool.model, pool.generation, request.adapter, request.namespace, request.client_salt)
         salted = self._namings.get(key)
         if salted is not None:
             return salted
         if len(request.client_salt.encode()) > CLIENT_SALT_BYTES_MAX:
             raise BadRequest(f"'cache_salt' is longer than {CLIENT_SALT_BYTES_MAX} bytes.", param="cache_salt")
-        key_id = self._keyring.key_id(TenantId(request.tenant.id))
+        key_id = self._keyring.key_id(request.namespace)
         salt = Salt(key_id, client_salt=self._keyring.client_salt_digest(key_id, request.client_salt))
         naming = self._naming(pool, salt, request.adapter)
         assert naming is not None  # noqa: S101  the current epoch's key is always there
@@ -145,8 +140,8 @@ class Prompts:
     def name(self, request: Request, pool: ModelPool) -> NamedPrompt | Awaitable[NamedPrompt]:
         """The request's prompt, named. Raises PromptError, at once or when awaited."""
         kind, renderer = request.kind, pool.renderer
-        if kind is _OTHER or request.body is None:
-            return _unread(request)
+        if kind is not _CHAT and kind is not _COMPLETION:
+            return self._name_foreign(request, pool)
         naming, request.salt_json = self._salted(request, pool)
         if request.reshaped:
             return _unread(request)
@@ -158,6 +153,27 @@ class Prompts:
         if renderer is None:
             return self._name_remotely(request, pool, naming)
         return self._finish(self._namer.begin(renderer, naming, renderer.text(str(prompt))))
+
+    def _name_foreign(self, request: Request, pool: ModelPool) -> NamedPrompt | Awaitable[NamedPrompt]:
+        """A prompt in another form than OpenAI's two, as the one of those that engines make of it. How they do that
+        differs between their versions, so it never counts as known to its end."""
+        prompt = prompt_of(request) if request.body is not None and _keeps_apart(pool, request.path) else None
+        if prompt is None or request.reshaped:
+            return _unread(request)
+        request.values = prompt
+        naming, request.salt_json = self._salted(request, pool)
+        renderer, text = pool.renderer, prompt.get("prompt")
+        try:
+            if renderer is None:
+                return self._name_remotely(request, pool, naming)
+            if "messages" in prompt:
+                return self._finish(self._namer.begin(renderer, naming, _begun(renderer.chat(prompt))))
+            if isinstance(text, str):
+                return self._finish(self._namer.begin(renderer, naming, _begun(renderer.text(text))))
+            return self._name_listed(request, pool, naming, text)
+        except PromptError:
+            # Whether it is one is for the engine to say.
+            return _unread(request)
 
     def _finish(self, work: NamedPrompt | Work) -> NamedPrompt | Awaitable[NamedPrompt]:
         """Name what is left: at once, or in a thread where that would keep the loop from its other requests."""
@@ -207,13 +223,25 @@ class Prompts:
         # What stands for an image among the tokens is the same for all of them.
         if question is None or self.remote is None or has_media(question.get("messages")):
             return _unread(request)
-        token_ids = await self.remote.tokens(pool, question)
-        return _unread(request) if token_ids is None else self._namer.name_tokens(naming, token_ids)
+        token_ids = await self.remote.tokens(pool, question, naming.root)
+        if token_ids is None:
+            return _unread(request)
+        named = self._namer.name_tokens(naming, token_ids)
+        return named._replace(complete=False) if request.foreign else named
 
-    def told_tokens(self, pool: ModelPool, question: Mapping[str, Any]) -> "array[int] | None":
+    def told_tokens(self, request: Request, pool: ModelPool, question: Mapping[str, Any]) -> "array[int] | None":
         """What an engine has told of a prompt that cannot be tokenized here, if it is still known."""
-        return self.remote.known(pool, question) if self.remote is not None else None
+        return self.remote.known(pool, question, self._salted(request, pool).naming.root) if self.remote else None
 
 
 def _unread(request: Request) -> NamedPrompt:
-    return NamedPrompt(len(request.data) // CHARACTERS_PER_TOKEN, EMPTY_CHAIN, complete=False)
+    return NamedPrompt(weight_tokens(request), EMPTY_CHAIN, complete=False)
+
+
+def _begun(rendered: Rendered) -> Rendered:
+    return rendered._replace(complete=False)
+
+
+def _keeps_apart(pool: ModelPool, path: str) -> bool:
+    """Whether a route's prompts are cached under the names that chats have: with the salt, where there are salts."""
+    return all(not worker.traits.salts or path in worker.traits.salted_paths for worker in pool.workers)

@@ -2,7 +2,8 @@
 tokenizer here.
 
 A request waits for them no longer than a deadline, and is then placed by load. The question goes on all the same: its
-answer is there for whoever asks again. Where one deadline after another passes, nobody waits for a while.
+answer is there for whoever asks again under the same naming: how long one waits says nothing of what other tenants
+have asked. Where one deadline after another passes, nobody waits for a while.
 """
 
 import asyncio
@@ -61,13 +62,13 @@ class RemoteTokens:
         self._late_in_a_row = 0
         self._paused_until = 0.0
 
-    def known(self, pool: ModelPool, question: Mapping[str, Any]) -> "array[int] | None":
+    def known(self, pool: ModelPool, question: Mapping[str, Any], root: bytes) -> "array[int] | None":
         """Token ids that were told before."""
-        return self._known.get(_key(pool, question))
+        return self._known.get(_key(pool, question, root))
 
-    async def tokens(self, pool: ModelPool, question: Mapping[str, Any]) -> "array[int] | None":
-        """Token ids of a prompt; None when they are not to be had in time."""
-        key = _key(pool, question)
+    async def tokens(self, pool: ModelPool, question: Mapping[str, Any], root: bytes) -> "array[int] | None":
+        """Token ids of a prompt, named from `root` on; None when they are not to be had in time."""
+        key = _key(pool, question, root)
         known = self._known.get(key)
         if known is not None:
             self._known.move_to_end(key)
@@ -129,6 +130,6 @@ def _size(tokens: "array[int]") -> int:
     return len(tokens) * tokens.itemsize + _ENTRY_BYTES
 
 
-def _key(pool: ModelPool, question: Mapping[str, Any]) -> bytes:
+def _key(pool: ModelPool, question: Mapping[str, Any], root: bytes) -> bytes:
     text = orjson.dumps([pool.generation, question], option=orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS)
-    return hashlib.blake2b(text, digest_size=16).digest()
+    return hashlib.blake2b(text, digest_size=16, key=root).digest()

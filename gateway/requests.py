@@ -9,17 +9,21 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import orjson
 
-from cachecore.scope import Fidelity
+from cachecore.scope import PUBLIC, Fidelity
 from gateway.edge.body import Body, BodyMemory
 from gateway.edge.http1 import HOP_BY_HOP, RequestHead
 from gateway.edge.server import Inbound
-from gateway.errors import BadRequest
+from gateway.errors import BadRequest, Forbidden
 from gateway.tenants import Tenant
 
 SESSION_CHARACTERS_MAX = 256
 FIDELITY_HEADER = b"x-ropeway-fidelity"
+NAMESPACE_HEADER = b"x-ropeway-namespace"
+"""Says `public` where a request shares KV with all tenants."""
 TTFT_BUDGET_HEADER = b"x-ropeway-ttft-budget-ms"
-TTFT_BUDGET_MS_MAX = 3_600_000
+TIMEOUT_HEADER = b"x-ropeway-timeout-ms"
+MILLISECONDS_MAX = 3_600_000
+"""That a header may state."""
 
 # Not sent upstream: what belongs to this connection, what the gateway sets itself, and what is meant for it alone.
 # Answers come uncompressed, so that usage can be read off them.
@@ -30,10 +34,15 @@ NOT_FORWARDED = HOP_BY_HOP | {
     b"accept-encoding",
     b"x-request-id",
     FIDELITY_HEADER,
+    NAMESPACE_HEADER,
     b"x-ropeway-policy",
     b"x-ropeway-session",
     TTFT_BUDGET_HEADER,
+    TIMEOUT_HEADER,
 }
+
+KEY_HEADERS = frozenset({b"authorization", b"x-api-key"})
+"""Which hold a client's key, of OpenAI's clients and of Anthropic's."""
 
 FIDELITIES = {fidelity.name.lower().encode(): fidelity for fidelity in Fidelity}
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}").fullmatch
@@ -91,6 +100,15 @@ class Kind(Enum):
 
     CHAT = "chat"
     COMPLETION = "completion"
+    MESSAGES = "messages"
+    """Anthropic's: a chat in another form."""
+    RESPONSES = "responses"
+    """As well."""
+    EMBEDDING = "embedding"
+    SCORING = "scoring"
+    """Texts beside a query: how an engine joins them is its own affair."""
+    TOKENS = "tokens"
+    """Asks for token ids, or how many there are: nothing is computed."""
     OTHER = "other"
     """Passed to a worker that serves the model, its prompt unread."""
 
@@ -108,8 +126,26 @@ class Kind(Enum):
 
 
 # Members of enumerations are looked up by a slow path.
-_OTHER = Kind.OTHER
-_NAMED = {"/v1/chat/completions": Kind.CHAT, "/v1/completions": Kind.COMPLETION}
+_CHAT, _COMPLETION, _OTHER = Kind.CHAT, Kind.COMPLETION, Kind.OTHER
+_NAMED = {
+    "/v1/chat/completions": Kind.CHAT,
+    "/v1/completions": Kind.COMPLETION,
+    "/v1/messages": Kind.MESSAGES,
+    "/v1/messages/count_tokens": Kind.TOKENS,
+    "/v1/responses": Kind.RESPONSES,
+    "/v1/embeddings": Kind.EMBEDDING,
+    "/v1/rerank": Kind.SCORING,
+    "/v2/rerank": Kind.SCORING,
+    "/rerank": Kind.SCORING,
+    "/v1/score": Kind.SCORING,
+    "/score": Kind.SCORING,
+    "/tokenize": Kind.TOKENS,
+    "/detokenize": Kind.TOKENS,
+}
+POSTED_PATHS: tuple[str, ...] = tuple(_NAMED)
+"""Which nothing but POST is for."""
+_CHATS = (Kind.CHAT, Kind.MESSAGES, Kind.RESPONSES)
+_NAMES_ITS_MODEL = (Kind.CHAT, Kind.COMPLETION, Kind.MESSAGES)
 
 
 CHAT_KEYS = frozenset(
@@ -126,7 +162,17 @@ CHAT_KEYS = frozenset(
 )
 """What a chat template can see of a request."""
 
-_KEYS_OF = {Kind.CHAT: _READ_KEYS | CHAT_KEYS, Kind.COMPLETION: _READ_KEYS | {"prompt"}}
+_KEYS_OF = {
+    Kind.CHAT: _READ_KEYS | CHAT_KEYS,
+    Kind.COMPLETION: _READ_KEYS | {"prompt"},
+    Kind.MESSAGES: _READ_KEYS | CHAT_KEYS | {"system", "metadata", "output_config", "thinking", "tool_choice"},
+    Kind.RESPONSES: _READ_KEYS
+    | CHAT_KEYS
+    | {"input", "instructions", "max_output_tokens", "previous_response_id", "prompt_cache_key", "reasoning"},
+    Kind.EMBEDDING: _READ_KEYS | CHAT_KEYS | {"input"},
+    Kind.SCORING: _READ_KEYS | {"query", "documents", "text_1", "text_2", "queries", "items"},
+}
+"""What is read of a body whose prompt is."""
 
 
 class ServedModels(Protocol):
@@ -160,6 +206,8 @@ class Request:
         self.body = body
         """None for bodies that are not JSON objects."""
         self.tenant = tenant
+        self.namespace = tenant.id
+        """Whose key names its blocks: the tenant's, or that of all where it said so."""
         # What it does not say. Set here: what is read off a class takes ten times as long.
         self.adapter = self.session = self.policy = self.client_salt = ""
         self.priority = self.output_tokens_max = 0
@@ -167,6 +215,10 @@ class Request:
         self.prompts_count = 1
         self.reshaped = False
         """The engine is asked to compute another prompt than its text says (truncated, or surrounded otherwise)."""
+        self.timeout_seconds: float | None = None
+        """What its whole answer may take, from its arrival on; None when it does not say."""
+        self.time_over_at: float | None = None
+        """When that is over, or what it is given altogether, by the clock of whoever serves it."""
         self.ttft_budget_seconds: float | None = None
         """What its first token may take, from its arrival on; None when it does not say."""
         self.deadline: float | None = None
@@ -180,12 +232,17 @@ class Request:
         self.values: Mapping[str, Any] = _NO_VALUES
         """What the body says under the keys that are read here, perhaps among others."""
 
+    @property
+    def foreign(self) -> bool:
+        """Whether its body is of another form than OpenAI's two, where few of the keys that those take mean a thing."""
+        return self.kind is not _CHAT and self.kind is not _COMPLETION
+
     def question(self) -> dict[str, Any] | None:
         """What an engine would have to tokenize to see its prompt; None where there is no such question."""
         values = self.values
         if self.reshaped or self.prompts_count != 1 or self.kind is _OTHER:
             return None
-        if self.kind is Kind.CHAT:
+        if self.kind is _CHAT or (self.kind in _CHATS and "messages" in values):
             return {"model": self.model, **{key: values[key] for key in CHAT_KEYS if key in values}}
         prompt = values.get("prompt")
         return {"model": self.model, "prompt": prompt} if isinstance(prompt, str) else None
@@ -253,6 +310,8 @@ class _HeadFields(NamedTuple):
     session: str
     fidelity: Fidelity | None
     ttft_budget_seconds: float | None
+    timeout_seconds: float | None
+    is_public: bool
 
 
 def read_request(inbound: Inbound, tenant: Tenant, models: ServedModels, memory: BodyMemory | None = None) -> Request:
@@ -261,7 +320,8 @@ def read_request(inbound: Inbound, tenant: Tenant, models: ServedModels, memory:
     fields: _HeadFields | None = head.notes.get("fields")
     if fields is None:
         fields = head.notes["fields"] = _head_fields(head, inbound.path)
-    kind, keys, client_id, content_type, policy, session, fidelity, ttft_budget_seconds = fields
+    kind, keys, client_id, content_type, policy, session, fidelity, *bounds, is_public = fields
+    ttft_budget_seconds, timeout_seconds = bounds
     request_id = upstream_id = f"{_OWN_ID}{next(_numbers):08x}"
     if client_id:
         request_id, upstream_id = client_id, f"{client_id}-{request_id[len('req-') :]}"
@@ -278,12 +338,18 @@ def read_request(inbound: Inbound, tenant: Tenant, models: ServedModels, memory:
             request.streams = _typed(stream, "stream", bool) or False
         if not _OPTION_KEYS.isdisjoint(values):
             _read_options(request, values)
+        if kind is not _CHAT and kind is not _COMPLETION:
+            _read_foreign_options(request, values)
     if session:
         request.session = session
+    if is_public:
+        _open_to_all(request)
     if fidelity is not None:
         request.fidelity = fidelity
     if ttft_budget_seconds is not None:
         request.ttft_budget_seconds = ttft_budget_seconds
+    if timeout_seconds is not None:
+        request.timeout_seconds = timeout_seconds
     return request
 
 
@@ -298,8 +364,25 @@ def _head_fields(head: RequestHead, path: str) -> _HeadFields:
         fields.get(b"x-ropeway-policy", b"").decode("latin-1"),
         fields.get(b"x-ropeway-session", b"").decode("latin-1")[:SESSION_CHARACTERS_MAX],
         _fidelity(fields.get(FIDELITY_HEADER)),
-        _ttft_budget_seconds(fields.get(TTFT_BUDGET_HEADER)),
+        _seconds(fields, TTFT_BUDGET_HEADER),
+        _seconds(fields, TIMEOUT_HEADER),
+        _is_public(fields.get(NAMESPACE_HEADER)),
     )
+
+
+def _is_public(stated: bytes | None) -> bool:
+    if stated not in (None, b"tenant", b"public"):
+        raise BadRequest("x-ropeway-namespace is one of tenant, public.", param="x-ropeway-namespace")
+    return stated == b"public"
+
+
+def _open_to_all(request: Request) -> None:
+    """Name its blocks under the key of all tenants. Raises ServiceError."""
+    if not request.tenant.public:
+        raise Forbidden("this key may not share KV with all tenants", param="x-ropeway-namespace")
+    if request.client_salt:
+        raise BadRequest("a request is public or has a 'cache_salt' of its own, not both", param="cache_salt")
+    request.namespace = PUBLIC
 
 
 def _fidelity(stated: bytes | None) -> Fidelity | None:
@@ -312,14 +395,24 @@ def _fidelity(stated: bytes | None) -> Fidelity | None:
     return fidelity
 
 
-def _ttft_budget_seconds(stated: bytes | None) -> float | None:
+def _seconds(fields: Mapping[bytes, bytes], header: bytes) -> float | None:
+    stated = fields.get(header)
     if stated is None:
         return None
-    milliseconds = int(stated) if stated.isdigit() and len(stated) <= len(str(TTFT_BUDGET_MS_MAX)) else 0
-    if not 0 < milliseconds <= TTFT_BUDGET_MS_MAX:
-        name = TTFT_BUDGET_HEADER.decode()
-        raise BadRequest(f"{name} is a whole number of milliseconds, at most {TTFT_BUDGET_MS_MAX}.", param=name)
+    milliseconds = int(stated) if stated.isdigit() and len(stated) <= len(str(MILLISECONDS_MAX)) else 0
+    if not 0 < milliseconds <= MILLISECONDS_MAX:
+        name = header.decode()
+        raise BadRequest(f"{name} is a whole number of milliseconds, at most {MILLISECONDS_MAX}.", param=name)
     return milliseconds / 1e3
+
+
+def credentials(head: RequestHead) -> bytes | None:
+    """A client's key as an `Authorization` field, wherever its library puts it."""
+    authorization = head.get(b"authorization")
+    if authorization is not None:
+        return authorization
+    key = head.get(b"x-api-key")
+    return None if key is None else b"Bearer " + key
 
 
 def request_id_of(head: RequestHead | None) -> str:
@@ -330,7 +423,7 @@ def request_id_of(head: RequestHead | None) -> str:
 
 def _read_model(request: Request, model: Any, models: ServedModels) -> None:
     if not model:
-        if request.kind is not _OTHER:
+        if request.kind in _NAMES_ITS_MODEL:
             raise BadRequest("you must provide a model parameter", param="model")
         model = models.only_model()
     request.model = _typed(model, "model", str) or ""
@@ -342,15 +435,27 @@ def _read_options(request: Request, values: Mapping[str, Any]) -> None:
     request.states_priority = "priority" in values
     special = values.get("add_special_tokens")
     request.reshaped = values.get("truncate_prompt_tokens") is not None or (
-        special is not None and special is not (request.kind is Kind.COMPLETION)
+        special is not None and special is not (request.kind is _COMPLETION or request.kind is Kind.EMBEDDING)
     )
     request.output_tokens_max = _integer(values.get("max_completion_tokens")) or _integer(values.get("max_tokens"))
     user = values.get("user")
     if isinstance(user, str):
         request.session = user[:SESSION_CHARACTERS_MAX]
-    echoes = request.kind is Kind.COMPLETION and bool(values.get("echo")) and values.get("logprobs") is not None
+    echoes = request.kind is _COMPLETION and bool(values.get("echo")) and values.get("logprobs") is not None
     # A count of 0 asks for them too.
     request.skips_cache = echoes or values.get("prompt_logprobs") is not None
+
+
+def _read_foreign_options(request: Request, values: Mapping[str, Any]) -> None:
+    """What other forms call otherwise."""
+    if request.kind is Kind.RESPONSES:
+        request.output_tokens_max = _integer(values.get("max_output_tokens"))
+        session = values.get("prompt_cache_key")
+    else:
+        metadata = values.get("metadata") if request.kind is Kind.MESSAGES else None
+        session = metadata.get("user_id") if isinstance(metadata, dict) else None
+    if isinstance(session, str) and session:
+        request.session = session[:SESSION_CHARACTERS_MAX]
 
 
 def _typed(value: Any, key: str, kind: type[Value]) -> Value | None:

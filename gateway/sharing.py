@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 import socket
+import ssl
 from collections.abc import Coroutine
 from dataclasses import asdict
 from pathlib import Path
@@ -100,6 +101,11 @@ class IndexBackend:
         except Disagreement as error:
             logger.error("nothing that is shared can be used here: %s", error)
 
+    async def keep(self) -> None:
+        """See to it that the embedded server runs; nothing to do for one elsewhere."""
+        if self._embedded is not None:
+            await self._embedded.keep()
+
     async def stop(self) -> None:
         if self.mirror is not None:
             await self.mirror.stop()
@@ -111,14 +117,21 @@ class IndexBackend:
 class Sharing:
     """A gateway among others: who follows which events, who has dispatched what, which workers there are."""
 
-    def __init__(self, backend: IndexBackend, knowledge: Knowledge, naming_for: NamingFor) -> None:
-        """Before anything uses the accounts in `knowledge`: they are replaced by such as leave notes."""
+    def __init__(
+        self,
+        backend: IndexBackend,
+        knowledge: Knowledge,
+        naming_for: NamingFor,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """Before anything uses the accounts in `knowledge`: they are replaced by such as leave notes. `tls`: as the
+        fleet's."""
         self.backend = backend
         self.peers = Peers(
             backend.store, backend.schema.prefix, backend.gateway, knowledge, self._holders_of, self._directory_changed
         )
         self.streams = LeasedStreams(
-            backend.leases, backend.index, Intakes(backend.index, naming_for), lambda: self.peers.alive()
+            backend.leases, backend.index, Intakes(backend.index, naming_for, tls=tls), lambda: self.peers.alive()
         )
         backend.publisher.on_fenced = self.streams.fenced
         self._tasks: list[asyncio.Task[None]] = []
@@ -144,6 +157,7 @@ class Sharing:
             "peers": self.peers.run(),
             "directory of workers": self.directory.run(),
             "sweeper": self._sweep(),
+            "embedded Valkey": self.backend.keep(),
         }
         self._tasks = [asyncio.create_task(job, name=name) for name, job in jobs.items()]
 

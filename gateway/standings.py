@@ -1,16 +1,19 @@
-"""Gateways tell each other what they give their tenants, so that a share is one over all of them.
+"""Gateways tell each other what they give their tenants, so that a share, and a limit, is one over all of them.
 
 Each gateway writes a key of its own, which expires, and reads those of the others that are alive:
 
-    ropeway:{fleet}:admission:<gateway>  =  msgpack [version, run, {model: {tenant: [total, waiting, recent]}}]
+    ropeway:{fleet}:admission:<gateway>
+        =  msgpack [version, run, {model: {tenant: [total, waiting, recent]}}, {subject: [requests, tokens]}]
 
-What follows from them is `policies.state.shares`. No request waits for any of this: a gateway that cannot reach the
-server shares fairly among those who ask itself, as one alone does.
+What follows from them is `policies.state.shares` and `policies.state.limits`. No request waits for any of this: a
+gateway that cannot reach the server shares fairly among those who ask itself, as one alone does, and limits what it
+lets in itself.
 """
 
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Callable
 from typing import Annotated, Any, Protocol
 
@@ -19,6 +22,7 @@ from msgspec import Meta, Struct
 
 from cachecore.store import StoreError
 from gateway.admission import Admission, Gate
+from gateway.limits import SUBJECTS_TOLD_MAX, RateLimits, Told
 from policies.state.shares import SILENCE_SECONDS, Standing
 
 logger = logging.getLogger("ropeway.admission")
@@ -45,6 +49,8 @@ class Report(Struct, array_like=True, gc=False):
     version: int
     run: Annotated[str, Meta(min_length=1, max_length=32)]
     models: Annotated[dict[_Name, _Tenants], Meta(max_length=1024)]
+    used: Annotated[Told, Meta(max_length=SUBJECTS_TOLD_MAX)] = {}
+    """Of what is limited; gateways of before leave it out, and do not read it."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -76,8 +82,16 @@ class SharedStandings:
     """`run` has to run for anything to be told or heard. `peers` names the other gateways that are alive."""
 
     def __init__(
-        self, store: KeyStore, prefix: str, gateway: str, peers: Callable[[], list[str]], admission: Admission
+        self,
+        store: KeyStore,
+        prefix: str,
+        gateway: str,
+        peers: Callable[[], list[str]],
+        admission: Admission | None,
+        limits: RateLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Without `admission` nobody waits here, and with no `limits` nobody has any."""
         self.reports = 0
         """Heard."""
         self.failures = 0
@@ -88,6 +102,8 @@ class SharedStandings:
         self._key = self._key_of(gateway)
         self._peers = peers
         self._admission = admission
+        self._limits = limits
+        self._clock = clock if admission is None else admission.clock
         self._run_id = secrets.token_hex(8)
 
     def _key_of(self, gateway: str) -> bytes:
@@ -109,14 +125,16 @@ class SharedStandings:
 
     async def exchange(self) -> None:
         """One round. Raises StoreError."""
-        now = self._admission.clock()
+        now = self._clock()
         for gate in self._gates():
             gate.shares.roll(now)
         peers = self._peers()
         if not peers:
             return
         models = {gate.pool.model: _told(gate) for gate in self._gates()}
-        told = encode(Report(VERSION, self._run_id, {model: tenants for model, tenants in models.items() if tenants}))
+        models = {model: tenants for model, tenants in models.items() if tenants}
+        used = self._limits.told() if self._limits is not None else {}
+        told = encode(Report(VERSION, self._run_id, models, used))
         expires_ms = int(SILENCE_SECONDS * 1e3)
         await self._store.command(b"SET", self._key, told, b"PX", expires_ms, budget_seconds=_BUDGET_SECONDS)
         keys = [self._key_of(peer) for peer in peers]
@@ -131,7 +149,11 @@ class SharedStandings:
             self.malformed += 1
             return
         self.reports += 1
-        now = self._admission.clock()
+        now = self._clock()
+        if self._limits is not None and report.used:
+            self._limits.hear(peer, report.run, report.used)
+        if self._admission is None:
+            return
         for model, tenants in report.models.items():
             gate = self._admission.gates.get(model)
             if gate is not None:
@@ -140,7 +162,7 @@ class SharedStandings:
                     gate.queue.charge(tenant, tokens)
 
     def _settle(self) -> None:
-        now = self._admission.clock()
+        now = self._clock()
         for gate in self._gates():
             gate.shares.settle(now)
 
@@ -149,7 +171,7 @@ class SharedStandings:
         return any(gate.queue.count or gate.shares.held_back for gate in self._gates())
 
     def _gates(self) -> list[Gate]:
-        return list(self._admission.gates.values())
+        return list(self._admission.gates.values()) if self._admission is not None else []
 
 
 def _told(gate: Gate) -> dict[str, tuple[float, float, float]]:

@@ -53,13 +53,18 @@ class Process:
     def __init__(self, part: Part, log: Path) -> None:
         self.part = part
         self.log = log
-        with log.open("wb") as output:
-            self._popen = subprocess.Popen(  # noqa: S603 (our own command line, no shell)
-                part.arguments,
+        self._felled = False
+        log.unlink(missing_ok=True)
+        self._popen = self._launch()
+
+    def _launch(self) -> "subprocess.Popen[bytes]":
+        with self.log.open("ab") as output:
+            return subprocess.Popen(  # noqa: S603 (our own command line, no shell)
+                self.part.arguments,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **part.environment},
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **self.part.environment},
                 process_group=0,
                 preexec_fn=dies_with_parent(signal.SIGKILL),
             )
@@ -69,9 +74,9 @@ class Process:
         return self._popen.pid
 
     def check(self) -> None:
-        """Raises PartDied, with the end of the output, when the process is no more."""
+        """Raises PartDied, with the end of the output, when the process is no more, unless it was felled."""
         status = self._popen.poll()
-        if status is None:
+        if status is None or self._felled:
             return
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
         raise PartDied(f"{self.part.name} {how}; the end of {self.log}:\n{self.tail()}")
@@ -95,6 +100,17 @@ class Process:
         """Whatever is left of the group."""
         self.signal(signal.SIGKILL)
         self._popen.wait()
+
+    def fell(self) -> None:
+        """Kill it on purpose: nobody misses it until it rises."""
+        self._felled = True
+        self.kill()
+
+    def rise(self) -> None:
+        """Start it again, if it was felled; its output goes on in the same log."""
+        if self._felled:
+            self._popen = self._launch()
+            self._felled = False
 
 
 class Supervisor:
@@ -125,10 +141,14 @@ class Supervisor:
                 )
             time.sleep(POLL_SECONDS)
 
-    def watch(self) -> None:
-        """For ever: raises Stopped when the operator asks for the end, PartDied when a part dies."""
+    def watch(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """For ever: raises Stopped when the operator asks for the end, PartDied when a part dies.
+
+        `meanwhile` is called between two looks, and must not wait.
+        """
         while True:
             self._check()
+            meanwhile()
             time.sleep(POLL_SECONDS)
 
     def stop(self, seconds_max: float = STOP_SECONDS_MAX) -> None:

@@ -142,6 +142,8 @@ class Transfers:
             "workers": sorted(record.name for record in self._workers.values() if record.transfer is not None),
             "under_way": len(self.accounts),
             "paused": self.accounts.document(time.monotonic()),
+            "moved": self.metrics.document(),
+            "pools": {pool.name: runs for pool, runs in self._pools.runs_by_pool().items()} if self._pools else {},
         }
 
     # Before the decision

@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,18 @@ import msgspec
 from rich.console import Console
 
 from cachecore.scope import Keyring
+from gateway.chaos import (
+    DEFAULT_BOUNDS,
+    FREEZE,
+    KILL,
+    Bounds,
+    Chaos,
+    PartTarget,
+    Target,
+    ValkeyTarget,
+    Victim,
+    schedule,
+)
 from gateway.errors import StartupError
 from gateway.ports import free_port_range, require_free_port
 from gateway.supervisor import Part, Stopped, Supervisor, stop_signals
@@ -29,6 +41,8 @@ WORKER_HOST = "127.0.0.1"
 FETCHED_MODEL = "smollm2"
 SIMULATED_GIGABITS = 400
 """Between simulated workers that move KV."""
+RECOVERY_SECONDS = {"simulated": 3.0, "reference": 20.0}
+"""What a worker that was killed takes to serve again, about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +62,9 @@ class UpOptions:
     redis: str = "embedded"
     state_directory: Path | None = None
     as_json: bool = False
+    chaos_seed: int | None = None
+    """Of the faults that befall the stack while it serves (docs/chaos.md); none where it is None."""
+    chaos_bounds: Bounds = DEFAULT_BOUNDS
 
     @property
     def roles(self) -> list[str]:
@@ -60,6 +77,8 @@ class UpOptions:
 def up(options: UpOptions, console: Console | None = None) -> int:
     """Run a stack until Ctrl-C, SIGTERM or the death of a part. Returns the exit code; raises StartupError."""
     console = console or Console(stderr=True)
+    if options.chaos_seed is not None:
+        victims(options)
     require_free_port(options.host, options.port)
     directory = (options.state_directory or _state_directory(options.port)).resolve()
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -68,12 +87,53 @@ def up(options: UpOptions, console: Console | None = None) -> int:
         supervisor = Supervisor(directory, signals_seen)
         try:
             _start(options, supervisor, directory, model, console)
-            supervisor.watch()
+            with _chaos(options, supervisor, directory, console) as meanwhile:
+                supervisor.watch(meanwhile)
         except Stopped:
             console.print("Stopping.")
         finally:
             supervisor.stop()
     return 0
+
+
+@contextmanager
+def _chaos(
+    options: UpOptions, supervisor: Supervisor, directory: Path, console: Console
+) -> Iterator[Callable[[], None]]:
+    """What to call now and then, so that what is to befall the stack does."""
+    if options.chaos_seed is None:
+        yield lambda: None
+        return
+    parts = {process.part.name: process for process in supervisor.processes}
+    targets: dict[str, Target] = {
+        victim.name: PartTarget(parts[victim.name]) if victim.name in parts else ValkeyTarget(_valkey(directory))
+        for victim in victims(options)
+    }
+
+    def say(line: str) -> None:
+        console.print(line, highlight=False, soft_wrap=True)
+
+    faults = schedule(options.chaos_seed, victims(options), options.chaos_bounds)
+    chaos = Chaos(options.chaos_seed, faults, targets, say)
+    try:
+        yield chaos.tick
+    finally:
+        chaos.end()
+
+
+def victims(options: UpOptions) -> list[Victim]:
+    """Whom faults befall: of the workers of a role not all at once. Raises StartupError where that is nobody."""
+    roles, recovery = options.roles, RECOVERY_SECONDS["simulated" if options.simulated else "reference"]
+    found = [
+        Victim(f"worker-{number}", (KILL, FREEZE), role, recovery)
+        for number, role in enumerate(roles, start=1)
+        if roles.count(role) > 1
+    ]
+    if options.redis == "embedded":
+        found.append(Victim("valkey", (KILL, FREEZE)))
+    if not found:
+        raise StartupError("--chaos needs two workers of one kind, or the embedded Valkey, to do something to")
+    return found
 
 
 def _start(options: UpOptions, supervisor: Supervisor, directory: Path, model: Path | None, console: Console) -> None:
@@ -99,15 +159,16 @@ def _step(console: Console, what: str) -> Iterator[None]:
 
 
 def worker_parts(options: UpOptions, keyring: Path, model: Path | None) -> tuple[list[Part], list[str]]:
-    """The processes of the workers, and the workers' URLs (a simulated fleet is one process)."""
+    """The processes of the workers, and the workers' URLs (a simulated fleet is one process, unless its
+    members are to fail one by one)."""
     count = len(options.roles)
     ports = free_port_range(WORKER_HOST, count, options.port + 1)
     urls = [f"http://{WORKER_HOST}:{port}" for port in ports]
     if model is None:
-        where = ["--host", WORKER_HOST, "--port", str(ports[0]), "--count", str(count)]
-        if options.prefill:
-            where += ["--keyring", str(keyring), "--kv-link", str(SIMULATED_GIGABITS)]
-        return [Part("workers", _ropeway("worker", "simulated", *where), [f"{url}/health" for url in urls])], urls
+        what = ["--keyring", str(keyring), "--kv-link", str(SIMULATED_GIGABITS)] if options.prefill else []
+        if options.chaos_seed is not None:
+            return [_simulated(f"worker-{number}", [url], what) for number, url in enumerate(urls, start=1)], urls
+        return [_simulated("workers", urls, what)], urls
     what = ["--model", str(model), "--served-model-name", served_name(options), "--keyring", str(keyring)]
     environment = _thread_share(count)
     return [
@@ -121,9 +182,15 @@ def worker_parts(options: UpOptions, keyring: Path, model: Path | None) -> tuple
     ], urls
 
 
+def _simulated(name: str, urls: Sequence[str], what: Sequence[str]) -> Part:
+    """A process with a simulated worker at each of these URLs, whose ports follow each other."""
+    where = ["--host", WORKER_HOST, "--port", urls[0].rpartition(":")[2], "--count", str(len(urls))]
+    return Part(name, _ropeway("worker", "simulated", *where, *what), [f"{url}/health" for url in urls])
+
+
 def gateway_part(options: UpOptions, keyring: Path, model: Path | None, urls: Sequence[str], directory: Path) -> Part:
     arguments = ["--host", options.host, "--port", str(options.port), "--keyring", str(keyring)]
-    environment = {"ROPEWAY_SHARING_DIRECTORY": str(directory / "valkey")}
+    environment = {"ROPEWAY_SHARING_DIRECTORY": str(_valkey(directory))}
     if options.prefill:
         workers = [{"url": url, "role": role} for url, role in zip(urls, options.roles, strict=True)]
         environment["ROPEWAY_WORKERS"] = msgspec.json.encode(workers).decode()
@@ -167,6 +234,11 @@ def _keyring(directory: Path) -> Path:
     if not path.exists():
         Keyring.generate().save(path)
     return path
+
+
+def _valkey(directory: Path) -> Path:
+    """Where the embedded one lives."""
+    return directory / "valkey"
 
 
 def _state_directory(port: int) -> Path:

@@ -2,6 +2,8 @@
 the client did not ask for it."""
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 import orjson
@@ -74,7 +76,7 @@ _decode = msgspec.json.Decoder(_Stated).decode
 def _usage(raw: bytes) -> Usage | None:
     try:
         stated = _decode(raw)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return _odd_usage(raw)
     details = stated.prompt_tokens_details
     return Usage(stated.prompt_tokens, stated.completion_tokens, details.cached_tokens if details is not None else None)
@@ -83,6 +85,8 @@ def _usage(raw: bytes) -> Usage | None:
 def _odd_usage(raw: bytes) -> Usage | None:
     try:
         document = orjson.loads(raw)
+        if "input_tokens" in document:
+            return _usage_of_another_form(document)
         details = document.get("prompt_tokens_details")
         cached = details.get("cached_tokens") if details else None
         return Usage(
@@ -92,6 +96,16 @@ def _odd_usage(raw: bytes) -> Usage | None:
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return None
+
+
+def _usage_of_another_form(document: Mapping[str, Any]) -> Usage:
+    """Of Responses, or of Anthropic's Messages, whose input tokens are those that were not cached."""
+    computed, output = int(document["input_tokens"]), int(document.get("output_tokens") or 0)
+    details = document.get("input_tokens_details")
+    if details:
+        return Usage(computed, output, details.get("cached_tokens"))
+    cached, written = document.get("cache_read_input_tokens"), document.get("cache_creation_input_tokens")
+    return Usage(computed + int(cached or 0) + int(written or 0), output, cached)
 
 
 # ---- taking it out of a stream ---------------------------------------------------------------------------------------

@@ -230,15 +230,19 @@ class Receipt:
     """How far the chosen worker's events were believed."""
     legs: Legs | None = None
     """None where no worker does nothing but prefill."""
+    chain: bytes = b""
+    """Names of the prompt's first blocks, as far as they are kept (`policies.state.chains`)."""
 
     @property
     def candidate(self) -> Candidate:
         """The chosen one."""
         return Candidate._make(self.candidate_fields[self.chosen])
 
-    def document(self) -> dict[str, Any]:
-        """JSON form, as `POST /route/explain` answers it."""
+    def document(self, others_max: int | None = None) -> dict[str, Any]:
+        """JSON form, as `POST /route/explain` answers it. `others_max`: of the candidates, the chosen one and the best
+        so many others by cost alone."""
         decision, candidates = self.decision, [*map(Candidate._make, self.candidate_fields)]
+        shown = range(len(candidates)) if others_max is None else self._best(others_max)
         chosen = self.candidate
         costs: Sequence[float | None] = decision.costs or [None] * len(candidates)
         waits: Sequence[float | None] = decision.waits_seconds or [None] * len(candidates)
@@ -276,9 +280,17 @@ class Receipt:
                     "wait_ms": None if wait is None else wait * 1e3,
                     "cost": cost,
                 }
-                for candidate, cost, wait in zip(candidates, costs, waits, strict=True)
+                for candidate, cost, wait in ((candidates[index], costs[index], waits[index]) for index in shown)
             ],
         }
+
+    def _best(self, others_max: int) -> list[int]:
+        """Places among the candidates, the chosen one's first."""
+        costs = self.decision.costs
+        others = [index for index in range(len(self.candidate_fields)) if index != self.chosen]
+        if costs:
+            others.sort(key=costs.__getitem__)
+        return [self.chosen, *others[:others_max]]
 
     def _pull(self) -> dict[str, Any] | None:
         if self.decision.pull is None:

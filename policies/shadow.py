@@ -40,7 +40,7 @@ class Shadow:
         if own.worker is served.worker:
             self.agreed += 1
             return
-        self.regret_seconds += _seconds(query, snapshot, served) - _seconds(query, snapshot, own)
+        self.regret_seconds += start_seconds(query, snapshot, served) - start_seconds(query, snapshot, own)
         self.regret_tokens += _tokens(query, served) - _tokens(query, own)
         if own.costs:
             least = own.costs[snapshot.workers.index(own.worker)]
@@ -92,7 +92,8 @@ class Shadows:
         return [shadow.document() for shadow in self.shadows]
 
 
-def _seconds(query: Query, snapshot: Snapshot, decision: Decision) -> float:
+def start_seconds(query: Query, snapshot: Snapshot, decision: Decision) -> float:
+    """Predicted time to first token of a choice, with what a pull saves."""
     view, pull = decision.worker, decision.pull
     seconds = view.load.wait_seconds(snapshot.now) + prefill_seconds(query, view)
     return seconds - (pull.saved_seconds if pull is not None else 0.0)

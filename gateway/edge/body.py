@@ -59,6 +59,12 @@ CONTROL_KEYS = frozenset(
         "documents",
         "truncate_prompt_tokens",
         "add_special_tokens",
+        "input",
+        "instructions",
+        "max_output_tokens",
+        "previous_response_id",
+        "system",
+        "query",
     }
 )
 """Keys that the gateway reads or writes: a second or an escaped spelling of one is refused."""

@@ -9,12 +9,24 @@ from collections.abc import Sequence
 
 from gateway.edge.http1 import ResponseHead
 from gateway.edge.upstream import UpstreamConnection, UpstreamPool
+from gateway.reliability.failures import (
+    BODY_CUT,
+    CONNECT_REFUSED,
+    CONNECT_TIMED_OUT,
+    CONNECTION_LOST,
+    CONNECTION_STALE,
+    Failure,
+)
 
 _TAIL_BYTES = 4096
 
 
 class ErrandFailed(Exception):
     """The worker could not be reached, or broke off. The message says which."""
+
+    def __init__(self, message: str, failure: Failure) -> None:
+        super().__init__(message)
+        self.failure = failure
 
 
 class Errand:
@@ -37,7 +49,7 @@ class Errand:
         if head is None:
             head = await self._attempt(None, connect_seconds)
         if head is None:
-            raise ErrandFailed("closed the connection")
+            raise ErrandFailed("closed the connection", CONNECTION_LOST)
         return head
 
     async def _attempt(self, kept: UpstreamConnection | None, connect_seconds: float) -> ResponseHead | None:
@@ -61,8 +73,9 @@ class Errand:
         try:
             return await self._connections.connect(connect_seconds)
         except OSError as error:
-            kind = "timed out" if isinstance(error, TimeoutError) else "was refused"
-            raise ErrandFailed(f"could not be reached: the connection {kind}") from None
+            late = isinstance(error, TimeoutError)
+            kind, failure = ("timed out", CONNECT_TIMED_OUT) if late else ("was refused", CONNECT_REFUSED)
+            raise ErrandFailed(f"could not be reached: the connection {kind}", failure) from None
 
     # upstream.Receiver
 
@@ -81,8 +94,10 @@ class Errand:
             if self._done is not None and not self._done.done():
                 self._done.set_result(self._head)
 
-    def upstream_failed(self, reason: str, response_begun: bool, reused: bool) -> None:
+    def upstream_failed(self, failure: Failure, reason: str) -> None:
         self._connection = None
-        self._stale = reused and not response_begun
+        self._stale = failure is CONNECTION_STALE
         if self._done is not None and not self._done.done():
-            self._done.set_exception(ErrandFailed(f"broke off: {reason}"))
+            # Of an answer that nobody gets a part of, nothing has come.
+            failure = CONNECTION_LOST if failure is BODY_CUT else failure
+            self._done.set_exception(ErrandFailed(f"broke off: {reason}", failure))

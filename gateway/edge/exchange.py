@@ -3,7 +3,8 @@
 The rules of the file:
 
 * The client's status line is written when the worker's has been read, never before.
-* Until then a failed attempt may be repeated, on this worker or another; afterwards never.
+* Until then a failed attempt may be repeated, on this worker or another; afterwards never. What follows from which
+  failure stands in one table (`gateway.reliability.failures`), and the listener goes by it.
 * What the worker sends is what the client gets. If the worker dies midway the client sees its bytes, then (in an event
   stream, between two chunks) an error event, then an aborted body: never a normal end.
 * When the client leaves, the worker's connection is dropped in the same turn of the loop.
@@ -11,110 +12,69 @@ The rules of the file:
 
 import asyncio
 import logging
-from enum import StrEnum
-from typing import Protocol
 
 import orjson
 
+from gateway.edge.answer_head import brings_events, forwarded_lines
+from gateway.edge.contract import Attempt, Client, Deadlines, Ending, Listener, Patience
+from gateway.edge.hedge import Hedge
 from gateway.edge.http1 import (
     CHUNKED,
-    HOP_BY_HOP,
     UNTIL_CLOSE,
     FramingError,
-    Headers,
     ResponseHead,
-    forwardable,
-    status_line,
     take_chunks,
 )
-from gateway.edge.upstream import UpstreamConnection, UpstreamPool
-from gateway.errors import InternalError, ServiceError, UpstreamFailed, UpstreamTimeout, UpstreamUnavailable
+from gateway.edge.upstream import UpstreamConnection
+from gateway.errors import InternalError, ServiceError
 from gateway.first_token import FirstToken
+from gateway.reliability.failures import (
+    BODY_CUT,
+    BODY_MALFORMED,
+    CONNECT_REFUSED,
+    CONNECT_TIMED_OUT,
+    CONNECTION_LOST,
+    FAILED_STATUS_MIN,
+    FIRST_BYTE_TIMEOUT,
+    GATEWAY_FAULT,
+    HEAD_MALFORMED,
+    IDLE_TIMEOUT,
+    SHUTTING_DOWN,
+    STOPPED_MIDWAY,
+    TIME_OVER,
+    TIME_OVER_MIDWAY,
+    Blame,
+    Failure,
+    Retry,
+    of_status,
+)
 from gateway.usage import UsageStripper
 
 logger = logging.getLogger("ropeway.edge")
 
-ATTEMPTS_MAX = 3
+CHUNK_BYTES_MAX = 64 * 1024 * 1024
+"""Of a worker's chunks where these are made anew, and so come to the client whole."""
 _TAIL_BYTES = 4096
 _LAST_CHUNK = b"0\r\n\r\n"
 _COMMENT = b":\n\n"
 # As it stands on the wire: bare where we chunk the body ourselves, before a chunk's line end where the worker does.
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r", b"\n\n\r\n", b"\r\n\r\n\r\n", b"\r\r\r\n")
 
-# The gateway writes framing itself; `x-request-id` of the worker is the id we gave it, not the client's.
-_DROPPED_FROM_ANSWERS = HOP_BY_HOP | {b"content-length", b"x-request-id"}
-
-
-class Ending(StrEnum):
-    """How an exchange ended."""
-
-    COMPLETE = "complete"
-    CLIENT_GONE = "client_gone"
-    UPSTREAM_BROKE = "upstream_broke"
-    """After the first byte: the client got an error event or an aborted body."""
-    REFUSED = "refused"
-    """Before the first byte: the client got an error object."""
-
-    # Enum's own hash is a Python function, and endings are counted by key.
-    __hash__ = str.__hash__
-
 
 # Members of enumerations are looked up by a slow path.
 _COMPLETE = Ending.COMPLETE
+_NO, _SAME, _SUSPECT = Retry.NO, Retry.SAME, Blame.SUSPECT
+_FINAL = (TIME_OVER, SHUTTING_DOWN)
+"""Nobody may answer after these."""
 
-
-class Attempt(Protocol):
-    """A decision to act upon: where to send which bytes, and what to add to the answer."""
-
-    connections: UpstreamPool
-    request_parts: list[bytes]
-    answer_headers: bytes
-    """Complete header lines."""
-    reads_head: bool
-    """Whether `Listener.answered` is to be called."""
-    strips_usage: bool
-    """Whether the client did not ask for the usage that its event stream will bring."""
-
-
-class Listener(Protocol):
-    """Who accounts for an exchange (`gateway.journey.Journey`)."""
-
-    @property
-    def attempt(self) -> Attempt: ...
-
-    def answered(self, head: ResponseHead) -> None:
-        """The head of the answer that the client gets has come."""
-        ...
-
-    def first_byte(self) -> None:
-        """The answer has begun: with its first byte, or in an event stream with the first event that says something."""
-        ...
-
-    def retry(self, reason: str, elsewhere: bool) -> bool:
-        """Prepare another attempt in `attempt`; False when there is none left to make."""
-        ...
-
-    def ended(self, ending: Ending, status: int, body_bytes: int, tail: bytes) -> None:
-        """Called exactly once. `tail` is the end of the body as it stood on the wire, or what was taken out of it."""
-        ...
-
-
-class Client(Protocol):
-    """The client's side of the connection (`gateway.edge.server.EdgeProtocol`)."""
-
-    http10: bool
-
-    def connection_header(self) -> bytes:
-        """The header line that says whether the connection stays open; empty where that goes without saying."""
-        ...
-
-    def write(self, data: bytes) -> None: ...
-    def answer_complete(self, keep_alive: bool) -> None: ...
-    def answer_error(self, error: ServiceError) -> None: ...
-
-    def abort(self, reset: bool) -> None:
-        """Close without ending the body. `reset`: where the end of the connection would be taken for the body's."""
-        ...
+_BEFORE_BODY = {
+    BODY_CUT: CONNECTION_LOST,
+    BODY_MALFORMED: HEAD_MALFORMED,
+    IDLE_TIMEOUT: FIRST_BYTE_TIMEOUT,
+    TIME_OVER_MIDWAY: TIME_OVER,
+    STOPPED_MIDWAY: SHUTTING_DOWN,
+}
+"""What ends an answer that has begun is something else where the client has got nothing of it."""
 
 
 class Exchange:
@@ -123,7 +83,6 @@ class Exchange:
     __slots__ = (
         "_answer_head",
         "_attempt",
-        "_attempts",
         "_begun",
         "_body_bytes",
         "_checked_bytes",
@@ -135,6 +94,7 @@ class Exchange:
         "_first_token",
         "_flowing",
         "_head",
+        "_hedge",
         "_last_chunk",
         "_listener",
         "_paused",
@@ -143,10 +103,11 @@ class Exchange:
         "_rechunk",
         "_silent_since",
         "_stripper",
+        "_timer",
         "_undelivered",
     )
 
-    def __init__(self, client: Client, listener: Listener, deadlines: "Deadlines") -> None:
+    def __init__(self, client: Client, listener: Listener, deadlines: Deadlines) -> None:
         self._client = client
         self._listener = listener
         self._attempt: Attempt = listener.attempt
@@ -154,7 +115,7 @@ class Exchange:
         self._connection: UpstreamConnection | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._head: ResponseHead | None = None
-        self._attempts = self._body_bytes = self._checked_bytes = 0
+        self._body_bytes = self._checked_bytes = 0
         self._previous_chunk = self._last_chunk = b""
         self._flowing = False
         """The head and the first token are out, and the rest is passed on as it is."""
@@ -170,13 +131,26 @@ class Exchange:
         self._stripper: UsageStripper | None = None
         """Where events are taken out of the answer."""
         self._probed_bytes = -1
+        """Of the body, when the client was last probed; none before."""
         self._paused = False
         self._ended = False
         self._silent_since = 0.0
+        self._hedge: Hedge | None
+        """Another worker that is asked as well, or will be soon."""
+        self._timer: asyncio.TimerHandle | None
+        """Of the request's own time."""
+        self._hedge = self._timer = None
+        if listener.patience is not None:
+            self._limit(listener.patience())
+
+    def _limit(self, patience: Patience) -> None:
+        if patience.total_seconds is not None:
+            self._timer = asyncio.get_running_loop().call_later(patience.total_seconds, self._fail, TIME_OVER_MIDWAY)
+        if patience.hedge_seconds is not None:
+            self._hedge = Hedge(self, patience.hedge_seconds)
 
     def start(self, fresh: bool = False) -> None:
         """Make an attempt, on a new connection if `fresh`."""
-        self._attempts += 1
         connection = None if fresh else self._attempt.connections.acquire()
         if connection is not None:
             self._send(connection)
@@ -195,12 +169,12 @@ class Exchange:
             connection = await self._attempt.connections.connect(self._deadlines.connect_seconds)
         except OSError as error:
             self._connecting = None
-            kind = "timed out" if isinstance(error, TimeoutError) else "refused"
-            self._failed_before_answer(f"connection {kind}", elsewhere=True)
+            self._failed_before_answer(CONNECT_TIMED_OUT if isinstance(error, TimeoutError) else CONNECT_REFUSED)
             return
         except Exception:
             logger.exception("cannot connect to a worker")
             self._connecting = None
+            self._report_broken(GATEWAY_FAULT)
             self._refuse(InternalError())
             return
         self._connecting = None
@@ -212,6 +186,10 @@ class Exchange:
     # upstream.Receiver
 
     def response_complete(self, head: ResponseHead, body: bytes) -> None:
+        if head.status >= FAILED_STATUS_MIN and self._goes_elsewhere(head):
+            return
+        if self._hedge is not None:
+            self._drop_hedge()
         self._head, self._last_chunk, self._body_bytes = head, body, len(body)
         # It may be serving another request already: what the client does from here on is not its concern.
         self._connection = None
@@ -222,20 +200,39 @@ class Exchange:
         self._client.answer_complete(True)
 
     def response_started(self, head: ResponseHead, body_follows: bool) -> None:
+        if head.status >= FAILED_STATUS_MIN and self._goes_elsewhere(head):
+            return
         self._head = head
         if head.status == 200 and self._is_event_stream():
             self._first_token = FirstToken(head.length == CHUNKED)
         answer = self._head_to_send(head)
-        if body_follows and not self._rechunk and self._undelivered is None:
-            # One write for an answer that came in one read.
+        if self._hedge is not None or (body_follows and not self._rechunk and self._undelivered is None):
+            # One write for an answer that came in one read; and another worker may still be the first to say something.
             self._answer_head = answer
         else:
             self._client.write(answer)
 
+    def _goes_elsewhere(self, head: ResponseHead) -> bool:
+        """Whether a worker's error is not passed on, because another attempt is made."""
+        failure = of_status(head.status)
+        if failure is None:
+            return False
+        second = self._running_hedge if failure.retry is not _NO else None
+        if second is None and not self._prepared(failure):
+            return False
+        connection, self._connection = self._connection, None
+        if connection is not None and connection.is_busy:
+            connection.abort()
+        if second is not None:
+            self._leave_to(second, failure)
+        else:
+            self._try_again(failure)
+        return True
+
     def _head_to_send(self, head: ResponseHead) -> bytes:
         forwarded = head.notes.get("forwarded")
         if forwarded is None:
-            forwarded = head.notes["forwarded"] = _forwarded(head)
+            forwarded = head.notes["forwarded"] = forwarded_lines(head)
         attempt = self._attempt
         if attempt.reads_head:
             self._report_answer(head)
@@ -272,13 +269,15 @@ class Exchange:
             self._previous_chunk, self._last_chunk = self._last_chunk, data
             self._client.write(data)
             return
+        if self._hedge is not None:
+            self._drop_hedge()
         if not self._begun and data:
             self._look_for_the_beginning(data)
         self._body_bytes += len(data)
         if done:
             self._connection = None
             if not data and self._is_cut_off():
-                self._broke_midway(None)
+                self._fail(BODY_CUT)
                 return
             # Engines write usage, `[DONE]` and the end of the chunks one by one: all three are the tail.
             self._last_chunk += data
@@ -288,7 +287,7 @@ class Exchange:
             try:
                 self._write_reframed(data, done)
             except FramingError:
-                self._fail_midway(self._connection)
+                self._fail(BODY_MALFORMED)
                 return
         elif self._answer_head:
             answer_head, self._answer_head = self._answer_head, b""
@@ -323,52 +322,151 @@ class Exchange:
     def _write_reframed(self, data: bytes, done: bool) -> None:
         if self._undelivered is not None:
             data, self._undelivered = take_chunks(self._undelivered + data)
+            if len(self._undelivered) > CHUNK_BYTES_MAX:
+                raise FramingError("a chunk too large to be made anew")
         if self._stripper is not None:
             data = self._stripper.feed(data)
             data += self._stripper.end() if done else b""
-        if not self._rechunk:
-            if data:
-                self._client.write(data)
-            return
-        if data:
-            self._client.write(b"%x\r\n%b\r\n" % (len(data), data))
-        if done:
-            self._client.write(_LAST_CHUNK)
+        if self._rechunk:
+            data = b"%x\r\n%b\r\n" % (len(data), data) if data else b""
+            data += _LAST_CHUNK if done else b""
+        if data or done:
+            answer_head, self._answer_head = self._answer_head, b""
+            if answer_head or data:
+                self._client.write(answer_head + data)
 
-    def upstream_failed(self, reason: str, response_begun: bool, reused: bool) -> None:
-        connection, self._connection = self._connection, None
-        if self._head is not None and not self._answer_head:
-            self._broke_midway(connection)
-        elif response_begun:
-            self._refuse(UpstreamFailed("The worker's answer was not valid HTTP."))
-        else:
-            # A kept-alive connection may have been closed under our request; that says nothing about the worker.
-            self._failed_before_answer(reason, elsewhere=not reused)
+    def upstream_failed(self, failure: Failure, reason: str) -> None:
+        # The connection is gone, but still says where the client stands.
+        self._fail(failure)
 
-    def _failed_before_answer(self, reason: str, elsewhere: bool) -> None:
+    # Failures
+
+    def _fail(self, failure: Failure) -> None:
+        """Whatever is under way has failed, or is given up."""
+        connection = self._connection
+        self._drop_attempt()
+        if self.unanswered:
+            self._failed_before_answer(_BEFORE_BODY.get(failure, failure))
+        elif not self._ended:
+            self._broke_midway(failure, connection)
+
+    def _failed_before_answer(self, failure: Failure) -> None:
         if self._ended:
             return
+        second = self._running_hedge if failure not in _FINAL else None
+        if second is not None:
+            self._leave_to(second, failure)
+        elif self._prepared(failure):
+            self._try_again(failure)
+        else:
+            self._refuse(failure.error())
+
+    def _prepared(self, failure: Failure) -> bool:
+        """Whether another attempt is ready to be made."""
         try:
-            again = self._attempts < ATTEMPTS_MAX and self._listener.retry(reason, elsewhere)
+            return self._listener.failed(failure)
         except Exception:
             logger.exception("cannot decide on another attempt")
-            self._refuse(InternalError())
-            return
-        if again:
-            self._attempt = self._listener.attempt
-            # Where one kept-alive connection was stale, so may be its neighbours.
-            self.start(fresh=not elsewhere)
-        else:
-            self._refuse(UpstreamUnavailable("No worker could be reached for this request."))
+            return False
 
-    def _broke_midway(self, connection: UpstreamConnection | None) -> None:
+    def _try_again(self, failure: Failure) -> None:
+        if self._hedge is not None:
+            self._drop_hedge()
+        self._forget_answer()
+        self._attempt = self._listener.attempt
+        # Where one kept-alive connection was stale, so may be others; and this attempt had better tell the truth.
+        self.start(fresh=failure.retry is _SAME or failure.blame is _SUSPECT)
+
+    def _forget_answer(self) -> None:
+        """Of which the client has got nothing."""
+        self._head = self._first_token = self._undelivered = self._stripper = None
+        self._answer_head = self._previous_chunk = self._last_chunk = b""
+        self._rechunk = self._begun = False
+        self._body_bytes = 0
+
+    def _broke_midway(self, failure: Failure, connection: UpstreamConnection | None) -> None:
+        self._report_broken(failure)
         told = self._event_may_follow(connection)
         if told:
-            message = "The worker broke off before the end of its answer."
-            error = {"error": {"message": message, "type": "server_error", "param": None, "code": "upstream_failed"}}
-            self._write_event(b"data: %b\n\n" % orjson.dumps(error))
-        self._end(Ending.UPSTREAM_BROKE)
+            error = {"message": failure.message, "type": "server_error", "param": None, "code": failure.code}
+            self._write_event(b"data: %b\n\n" % orjson.dumps({"error": error}))
+        self._end(Ending.STOPPED if failure is STOPPED_MIDWAY else Ending.UPSTREAM_BROKE)
         self._client.abort(reset=self._unframed and not told)
+
+    # Hedging
+
+    @property
+    def _running_hedge(self) -> Hedge | None:
+        return self._hedge if self._hedge is not None and self._hedge.running else None
+
+    def second(self) -> Listener | None:
+        """Whom to ask as well, if the time for it has come and the answer has not."""
+        try:
+            return None if self._ended else self._listener.hedge()
+        except Exception:
+            logger.exception("cannot decide on a second worker")
+            return None
+
+    @property
+    def connect_seconds(self) -> float:
+        return self._deadlines.connect_seconds
+
+    def hedge_answers(self, hedge: Hedge) -> None:
+        """The second worker is the first to say something."""
+        self._drop_attempt()
+        self._end_leg(self._listener)
+        self._take_over(hedge)
+
+    def _leave_to(self, hedge: Hedge, failure: Failure) -> None:
+        """The first worker has failed, and is not missed: the second is at it."""
+        self._report_broken(failure)
+        self._end_leg(self._listener)
+        self._take_over(hedge)
+
+    def hedge_over(self, failure: Failure | None = None) -> None:
+        """There is no second worker (any longer)."""
+        hedge, self._hedge = self._hedge, None
+        if hedge is not None and failure is not None and hedge.listener is not None:
+            self._report_broken(failure, hedge.listener)
+            self._end_leg(hedge.listener)
+        if self._answer_head:
+            # Nobody can overtake it any more.
+            self._client.write(self._answer_head)
+            self._answer_head = b""
+
+    def _take_over(self, hedge: Hedge) -> None:
+        """From here on there is one worker again, the second."""
+        self._hedge = None
+        self._forget_answer()
+        assert hedge.listener is not None  # noqa: S101
+        self._listener, self._attempt = hedge.listener, hedge.listener.attempt
+        self._silent_since = self._deadlines.now
+        connection = hedge.part()
+        if connection is None:
+            self.start(fresh=True)
+            return
+        self._connection = connection
+        if connection.is_busy:
+            connection.hand_over(self)
+            if self._paused:
+                connection.pause()
+        if hedge.head is not None:
+            self.response_started(hedge.head, False)
+
+    def _drop_hedge(self, ending: Ending = Ending.OVERTAKEN) -> None:
+        hedge, self._hedge = self._hedge, None
+        if hedge is not None:
+            hedge.drop()
+            if hedge.listener is not None:
+                self._end_leg(hedge.listener, ending)
+
+    def _end_leg(self, listener: Listener, ending: Ending = Ending.OVERTAKEN) -> None:
+        try:
+            listener.ended(ending, 0, 0, b"")
+        except Exception:
+            logger.exception("cannot account for an exchange")
+
+    # Where the client stands
 
     @property
     def _unframed(self) -> bool:
@@ -389,13 +487,7 @@ class Exchange:
         notes = self._head.notes
         readable: bool | None = notes.get("events")
         if readable is None:
-            readable, plain = False, True
-            for name, value in self._head.headers:  # of every answer: cheaper than a dictionary of them
-                if name == b"content-type":
-                    readable = value[:17].lower() == b"text/event-stream"
-                elif name == b"content-encoding":
-                    plain = value == b"identity"
-            notes["events"] = readable = readable and plain
+            readable = notes["events"] = brings_events(self._head.headers)
         return readable
 
     def _ends_event(self) -> bool:
@@ -408,11 +500,13 @@ class Exchange:
     @property
     def unanswered(self) -> bool:
         """Whether nothing has been written to the client yet."""
-        return self._head is None
+        return self._head is None or bool(self._answer_head)
 
     def client_gone(self) -> None:
         """The client closed its connection."""
-        self._drop_upstream()
+        self._drop_attempt()
+        if self._hedge is not None:
+            self._drop_hedge(Ending.CLIENT_GONE)
         self._end(Ending.CLIENT_GONE)
 
     def probe(self) -> None:
@@ -420,9 +514,9 @@ class Exchange:
 
         In an event stream that is a comment; other answers leave no room for one.
         """
-        if self._paused or self._body_bytes != self._probed_bytes:
-            self._probed_bytes = self._body_bytes
-        elif self._connection is not None and self._event_may_follow(self._connection):
+        spoken = self._paused or self._probed_bytes not in (-1, self._body_bytes)
+        self._probed_bytes = self._body_bytes
+        if not spoken and self._connection is not None and self._event_may_follow(self._connection):
             self._write_event(_COMMENT)
 
     def pause(self) -> None:
@@ -445,25 +539,16 @@ class Exchange:
             self._silent_since, self._checked_bytes = now, self._body_bytes
             return
         limit = self._deadlines.first_byte_seconds if self._head is None else self._deadlines.idle_seconds
-        if limit is None or now - self._silent_since < limit:
-            return
-        connection = self._connection
-        if self._head is None:
-            self._drop_upstream()
-            self._refuse(UpstreamTimeout("The worker did not answer in time."))
-        else:
-            self._fail_midway(connection)
+        if limit is not None and now - self._silent_since >= limit:
+            self._fail(IDLE_TIMEOUT if self._head is not None else FIRST_BYTE_TIMEOUT)
 
     # Ends
 
-    def _fail_midway(self, connection: UpstreamConnection | None) -> None:
-        """Give a begun answer up."""
-        self._connection = None
-        if connection is not None:
-            connection.abort()
-        self._broke_midway(connection)
+    def stop(self) -> None:
+        """The gateway stops, and waits no longer: what is unanswered is refused, what has begun breaks off."""
+        self._fail(STOPPED_MIDWAY)
 
-    def _drop_upstream(self) -> None:
+    def _drop_attempt(self) -> None:
         connecting, self._connecting = self._connecting, None
         connection, self._connection = self._connection, None
         if connecting is not None:
@@ -487,6 +572,10 @@ class Exchange:
         if self._ended:
             return
         self._ended = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._hedge is not None:
+            self._drop_hedge()
         head_status = self._head.status if self._head is not None else 0
         try:
             tail = self._tail() if self._stripper is None else self._stripper.stripped or self._tail()
@@ -494,6 +583,12 @@ class Exchange:
         except Exception:
             # A fault in the accounts must not cost the client its answer.
             logger.exception("cannot account for an exchange")
+
+    def _report_broken(self, failure: Failure, listener: Listener | None = None) -> None:
+        try:
+            (listener or self._listener).broke(failure)
+        except Exception:
+            logger.exception("cannot account for a failure")
 
     def _report_answer(self, head: ResponseHead) -> None:
         try:
@@ -511,36 +606,3 @@ class Exchange:
             self._listener.first_byte()
         except Exception:
             logger.exception("cannot account for a first byte")
-
-
-class Deadlines:
-    """How long an exchange may wait for what. `now` is the loop's time, refreshed by the edge's sweep."""
-
-    __slots__ = ("connect_seconds", "first_byte_seconds", "idle_seconds", "now")
-
-    def __init__(self, connect_seconds: float, first_byte_seconds: float | None, idle_seconds: float | None) -> None:
-        self.connect_seconds = connect_seconds
-        self.first_byte_seconds = first_byte_seconds
-        self.idle_seconds = idle_seconds
-        self.now = 0.0
-
-
-def _forwarded(head: ResponseHead) -> bytes:
-    """The status line and the header lines of a worker's answer that its client gets."""
-    lines = [status_line(head.status)]
-    for name, value in forwardable(head.headers, _DROPPED_FROM_ANSWERS):
-        lines += (name, b": ", value, b"\r\n")
-    if any(name == b"content-type" and value.lower().startswith(b"text/event-stream") for name, value in head.headers):
-        lines.append(_stream_headers(head.headers))
-    return b"".join(lines)
-
-
-def _stream_headers(headers: Headers) -> bytes:
-    """What keeps proxies in front of us from buffering an event stream, unless the worker has said it."""
-    names = {name for name, _ in headers}
-    lines = b""
-    if b"cache-control" not in names:
-        lines += b"cache-control: no-cache\r\n"
-    if b"x-accel-buffering" not in names:
-        lines += b"x-accel-buffering: no\r\n"
-    return lines

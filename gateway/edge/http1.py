@@ -280,7 +280,8 @@ def forwardable(headers: Headers, dropped: frozenset[bytes]) -> Headers:
 def _chunk_size(line: bytes) -> int:
     """The size that a chunk header states. One model's chunks are much alike, so their headers repeat."""
     match = _CHUNK_SIZE(line[:-1]) if line.endswith(b"\r") else None
-    if match is None:
+    # However it has come: what is taken must not depend on how it was cut.
+    if match is None or len(line) > CHUNK_LINE_BYTES_MAX:
         raise FramingError("malformed chunk header")
     return int(match[1], 16)
 
@@ -372,7 +373,7 @@ class BodyEnd:
             if line == b"\r":
                 self.done = True
                 return position
-            if not line.endswith(b"\r"):
+            if not line.endswith(b"\r") or len(line) > TRAILER_BYTES_MAX:
                 raise FramingError("malformed trailer")
 
 

@@ -17,6 +17,14 @@ from gateway.edge.http1 import (
     chunk_start,
     parse_response_head,
 )
+from gateway.reliability.failures import (
+    BODY_CUT,
+    BODY_MALFORMED,
+    CONNECTION_LOST,
+    CONNECTION_STALE,
+    HEAD_MALFORMED,
+    Failure,
+)
 
 RESPONSE_HEAD_BYTES_MAX = 65_536
 
@@ -37,8 +45,8 @@ class Receiver(Protocol):
         """Bytes of the body as they stand on the wire, chunk headers included where the head says CHUNKED."""
         ...
 
-    def upstream_failed(self, reason: str, response_begun: bool, reused: bool) -> None:
-        """The connection was lost or broke HTTP. `reused`: it had carried a request before this one."""
+    def upstream_failed(self, failure: Failure, reason: str) -> None:
+        """The connection was lost or broke HTTP; `reason` is for logs."""
         ...
 
 
@@ -67,6 +75,10 @@ class UpstreamConnection(asyncio.Protocol):
         # One buffer: uvloop's writelines costs three times as much as a write and the copy it spares.
         self.transport.write(b"".join(parts))
 
+    def hand_over(self, receiver: Receiver) -> None:
+        """Have the rest of the response delivered to another."""
+        self._receiver = receiver
+
     def abort(self) -> None:
         """Drop the connection at once: the worker learns that nobody waits for the answer."""
         self._receiver = None
@@ -82,6 +94,11 @@ class UpstreamConnection(asyncio.Protocol):
         if self._paused and self.transport is not None and not self.transport.is_closing():
             self._paused = False
             self.transport.resume_reading()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether somebody waits for the rest of a response."""
+        return self._receiver is not None
 
     @property
     def at_chunk_boundary(self) -> bool:
@@ -109,19 +126,25 @@ class UpstreamConnection(asyncio.Protocol):
                 head = self._head
                 if head is None:
                     return
+                if head.status == 408 and not head.keep_alive and self.requests > 1:
+                    # Its farewell to an idle connection, which has crossed our request.
+                    self._head, self._head_bytes = None, b""
+                    self._fail("closed while idle")
+                    return
                 if head.length == len(data):
                     self._release(head.keep_alive)
                     receiver.response_complete(head, data)
                     return
                 end = self._end = BodyEnd(head.length)
                 receiver.response_started(head, bool(data))
-                if not data:
+                receiver = self._receiver  # its answer may be wanted no longer, or by another
+                if receiver is None or not data:
                     return
             taken = end.feed(data)
         except FramingError as error:
             # What of `data` is sound has not been handed on: the receiver is not at a chunk's end, wherever we are.
             self._end = None
-            self._fail(str(error), answered=True)
+            self._fail(str(error), malformed=True)
             return
         if not end.done:
             receiver.response_body(data, False)
@@ -178,13 +201,20 @@ class UpstreamConnection(asyncio.Protocol):
         else:
             transport.close()
 
-    def _fail(self, reason: str, answered: bool = False) -> None:
+    def _fail(self, reason: str, malformed: bool = False) -> None:
         receiver, self._receiver = self._receiver, None
         if self.transport is not None:
             self.transport.abort()
         if receiver is not None:
-            begun = answered or self._head is not None or bool(self._head_bytes)
-            receiver.upstream_failed(reason, begun, self.requests > 1)
+            receiver.upstream_failed(self._failure(malformed), reason)
+
+    def _failure(self, malformed: bool) -> Failure:
+        if self._head is not None:
+            return BODY_MALFORMED if malformed else BODY_CUT
+        if malformed or self._head_bytes:
+            return HEAD_MALFORMED
+        # One that was kept open may have been closed under our request; that says nothing about the worker.
+        return CONNECTION_STALE if self.requests > 1 else CONNECTION_LOST
 
 
 class UpstreamPool:
@@ -197,6 +227,8 @@ class UpstreamPool:
         self._idle_max = idle_max
         self._idle: list[UpstreamConnection] = []
         self._open: set[UpstreamConnection] = set()
+        self._sent_before = 0
+        """Requests on connections that are closed by now."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -204,6 +236,11 @@ class UpstreamPool:
     @property
     def idle(self) -> int:
         return len(self._idle)
+
+    @property
+    def sent(self) -> int:
+        """Requests written so far."""
+        return self._sent_before + sum(connection.requests for connection in self._open)
 
     def acquire(self) -> UpstreamConnection | None:
         """An idle connection, the most recently used first; None when one must be opened."""
@@ -215,11 +252,15 @@ class UpstreamPool:
 
     async def connect(self, timeout_seconds: float) -> UpstreamConnection:
         """Open a connection. Raises OSError (TimeoutError among them)."""
-        loop = asyncio.get_running_loop()
-        async with asyncio.timeout(timeout_seconds):
-            _, connection = await loop.create_connection(
-                lambda: UpstreamConnection(self), self.host, self.port, ssl=self._tls
-            )
+        loop, connection = asyncio.get_running_loop(), UpstreamConnection(self)
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await loop.create_connection(lambda: connection, self.host, self.port, ssl=self._tls)
+        except BaseException:
+            # What uvloop was opening it closes without a word to the protocol, though that had been connected.
+            connection.abort()
+            self.closed(connection)
+            raise
         return connection
 
     def opened(self, connection: UpstreamConnection) -> None:
@@ -227,6 +268,7 @@ class UpstreamPool:
 
     def closed(self, connection: UpstreamConnection) -> None:
         self._open.discard(connection)
+        self._sent_before += connection.requests
         if connection in self._idle:
             self._idle.remove(connection)
 

@@ -53,6 +53,8 @@ class Membership(Protocol):
 
     async def remove(self, name: str) -> None: ...
 
+    async def drain(self, name: str, draining: bool) -> bool: ...
+
 
 class DirectoryStats(NamedTuple):
     shared: int
@@ -134,7 +136,7 @@ class Directory:
         self._fleet = fleet
         self._announce = announce
         self._lease_seconds = lease_seconds
-        self._configured = {WorkerRecord.of(config).name for config in configured}
+        self.configure(configured)
         self._shared: dict[str, _Entry] = {}
         """What the directory was last seen, or made, to say of the workers in it."""
         self._pending: dict[str, _Change] = {}
@@ -145,6 +147,10 @@ class Directory:
         self._turn = asyncio.Lock()
         self._malformed = self._refused = 0
         self._problem = ""
+
+    def configure(self, configured: Iterable[WorkerConfig]) -> None:
+        """Other workers are this gateway's own from now on."""
+        self._configured = {WorkerRecord.of(config).name for config in configured}
 
     def changed(self) -> None:
         """Another gateway has changed the directory."""
@@ -174,6 +180,17 @@ class Directory:
                 raise NotFound(f"there is no worker {name!r}")
             self._forget(name)
             await self._pass_on()
+
+    async def drain(self, name: str, draining: bool) -> bool:
+        """Send a worker no new requests, or do so again. Whether all gateways do, as with workers of the directory: of
+        a configuration file's each gateway is told for itself. Raises NotFound."""
+        async with self._turn:
+            await self._fleet.drain(name, draining)
+            shared = name in self._shared
+            if shared:
+                self._list(name, _Entry.of(self._fleet.workers[name].config), "put")
+                await self._pass_on()
+            return shared
 
     async def run(self) -> None:
         """Read what others change, and renew leases, until cancelled."""
@@ -262,6 +279,8 @@ class Directory:
     async def _take_in(self, name: str, entry: _Entry, config: WorkerConfig) -> None:
         record = self._fleet.workers.get(name)
         if record is not None and _meaning(record.config) == _meaning(config):
+            if record.draining != config.draining:
+                await self._fleet.drain(name, config.draining)
             self._shared[name] = entry
             return
         taken = any(
@@ -285,7 +304,8 @@ class Directory:
 
 
 def _meaning(config: WorkerConfig) -> Mapping[str, Any]:
-    return _Entry.of(config).settings
+    """What makes it another worker."""
+    return _Entry.of(msgspec.structs.replace(config, draining=False)).settings
 
 
 def _pairs(raw: list[bytes]) -> dict[str, bytes]:

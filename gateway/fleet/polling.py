@@ -12,6 +12,7 @@ something to hear, a little later when there was nothing, ever later while the s
 
 import asyncio
 import logging
+import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -71,10 +72,12 @@ class PolledIntake(Intake):
         resume_from: int | None = None,
         contents: ContentFeed | None = None,
         pace: Pace | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         super().__init__(holder, source, index, rekeyer, on_void, contents=contents)
         self._decoder = decoder
         self._pace = pace or Pace()
+        self._tls = tls
         self._resume_from = resume_from
         self._http: httpx.AsyncClient | None = None
         self._next_sequence = 0 if resume_from is None else resume_from + 1
@@ -83,7 +86,9 @@ class PolledIntake(Intake):
         """Of the last event that was applied; None where whatever comes is a beginning."""
 
     async def start(self) -> None:
-        self._http = http = httpx.AsyncClient(timeout=self._pace.answer_seconds, trust_env=False)
+        self._http = http = httpx.AsyncClient(
+            timeout=self._pace.answer_seconds, trust_env=False, verify=self._tls or True
+        )
         if self._resume_from is not None:
             self._enqueue(Void(VoidReason.GAP))
         self._tasks = [asyncio.create_task(self._poll(http)), asyncio.create_task(self._apply_queued())]

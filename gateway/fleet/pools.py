@@ -15,6 +15,7 @@ tellers, in no common order. The rules that make this safe:
 
 import asyncio
 import logging
+import ssl
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -349,14 +350,16 @@ class PoolFollower:
         *,
         retry_seconds: float = RETRY_SECONDS,
         reconcile_seconds: float = RECONCILE_SECONDS,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
+        """`tls`: as the fleet's."""
         self.knowledge = knowledge or PoolKnowledge()
         self._fleet = fleet
         self._retry_seconds = retry_seconds
         self._reconcile_seconds = reconcile_seconds
         # Each worker has a question of its own waiting nearly all the time.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self._http = httpx.AsyncClient(timeout=POLL_SECONDS, limits=limits, trust_env=False)
+        self._http = httpx.AsyncClient(timeout=POLL_SECONDS, limits=limits, trust_env=False, verify=tls or True)
         self._following: dict[WorkerRecord, _Following] = {}
         self._keeper: asyncio.Task[None] | None = None
 

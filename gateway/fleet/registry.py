@@ -1,19 +1,22 @@
 """The fleet: which workers there are, what they serve, whether they are well, which life they are in.
 
 Each worker has one task that probes it. A worker is eligible from its first good probe on and until
-`probes.unhealthy_after` probes in a row have failed, or until a request could not connect to it. A new life (the
-process says another epoch, or it comes back after having been away without a word for it) voids all that was known of
-the old one before any request can be decided on it.
+`probes.unhealthy_after` probes in a row have failed, or until a request could not connect to it. Whether it does its
+work, too, is for `gateway.reliability.safeguards` to judge. A new life (the process says another epoch, or it comes
+back after having been away without a word for it) voids all that was known of the old one before any request can be
+decided on it.
 """
 
 import asyncio
 import logging
+import ssl
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import httpx
+import msgspec
 
 from cachecore.holders import Epoch
 from cachecore.index.epochs import Epochs, OwnEpochs
@@ -24,12 +27,14 @@ from gateway.errors import BadRequest, ModelNotFound, NotFound, NoWorker
 from gateway.fleet import parity
 from gateway.fleet.engines.contract import Discovery, EngineAdapter, ModelEntry
 from gateway.fleet.engines.discovery import Found, discover
-from gateway.fleet.engines.questions import ProbeError, Questions
+from gateway.fleet.engines.questions import Leaving, ProbeError, Questions
 from gateway.fleet.knowledge import Knowledge
 from gateway.fleet.scrutiny import Sample, SampleBudget, Scrutiny
 from gateway.fleet.streams import EventStreams
 from gateway.fleet.trust import Trust
 from gateway.fleet.worker import ModelPool, Parity, WorkerRecord
+from gateway.reliability.failures import Blame, Failure
+from gateway.reliability.safeguards import Safeguards
 
 logger = logging.getLogger("ropeway.fleet")
 
@@ -50,16 +55,23 @@ class Fleet:
         knowledge: Knowledge,
         streams: EventStreams,
         epochs: Epochs | None = None,
+        tls: ssl.SSLContext | None = None,
+        safeguards: Safeguards | None = None,
     ) -> None:
+        """`tls`: towards workers whose URLs begin with https; None trusts whom the system trusts."""
+        self.tls = tls
+        self.divided = False
+        """Whether it serves tenants who must not learn of each other."""
         self._probes = probes
         self._renderers = renderers
         self._knowledge = knowledge
         self._streams = streams
         self._epochs = epochs or OwnEpochs()
+        self.safeguards = safeguards or Safeguards()
         # Each worker is asked a few things at a time: none waits for a connection because others do not answer.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=WORKERS_MAX)
         timeout = httpx.Timeout(probes.timeout_seconds, pool=None)
-        self._http = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False)
+        self._http = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False, verify=tls or True)
         self._tasks: dict[WorkerRecord, asyncio.Task[None]] = {}
         self._scrutinies: dict[WorkerRecord, Scrutiny] = {}
         self._budget = SampleBudget()
@@ -88,14 +100,15 @@ class Fleet:
 
     async def register(self, config: WorkerConfig) -> WorkerRecord:
         """Add a worker and begin to probe it. One of the same name or URL is replaced."""
-        record = WorkerRecord.of(config)
+        record = WorkerRecord.of(config, self.tls)
         if len(self.workers) >= WORKERS_MAX:
             raise NoWorker(f"the fleet has {WORKERS_MAX} workers already")
         async with self._membership:
             for other in [w for w in self.workers.values() if w.name == record.name or w.url == record.url]:
                 await self._detach(other)
             self.workers[record.name] = record
-            self._scrutinies[record] = Scrutiny(record, self._http, self._budget)
+            self.safeguards.joined(record)
+            self._scrutinies[record] = Scrutiny(record, self._http, self._budget, self.divided)
             self._tasks[record] = asyncio.create_task(self._follow(record), name=f"probe {record.name}")
         return record
 
@@ -106,6 +119,24 @@ class Fleet:
             if record is None:
                 raise NotFound(f"there is no worker {name!r}")
             await self._detach(record)
+
+    async def drain(self, name: str, draining: bool) -> bool:
+        """Send a worker no new requests, or do so again; what it is serving goes on. Whether other gateways are told.
+        Raises NotFound."""
+        record = self.workers.get(name)
+        if record is None:
+            raise NotFound(f"there is no worker {name!r}")
+        record.config = msgspec.structs.replace(record.config, draining=draining)
+        record.draining = draining
+        return False
+
+    async def probed(self, seconds_max: float) -> None:
+        """Until every worker has been asked once whether it is well, but no longer than this."""
+        waits = [asyncio.create_task(record.probed.wait()) for record in self.workers.values()]
+        if waits:
+            _, pending = await asyncio.wait(waits, timeout=seconds_max)
+            for wait in pending:
+                wait.cancel()
 
     async def _detach(self, record: WorkerRecord) -> None:
         """Forget a worker, once nothing is under way any more that could bring it back: its probes, then its events."""
@@ -119,6 +150,7 @@ class Fleet:
         record.healthy = False
         record.reason = "removed"
         del self.workers[record.name]
+        self.safeguards.left(record)
         for pool in self.pools.values():
             if record in pool.workers:
                 pool.workers.remove(record)
@@ -161,32 +193,38 @@ class Fleet:
             workers = [w for w in workers if adapter in w.models]
         if excluded:
             workers = [w for w in workers if w not in excluded]
+        if self.safeguards.impaired:
+            workers = self.safeguards.admitted(workers)
         if not workers:
             raise NoWorker(f"no healthy worker serves {adapter or pool.model!r} now")
         return workers
 
     def prefill_candidates(self, pool: ModelPool, adapter: str = "") -> list[WorkerRecord]:
         """The workers that may compute prompts for others now."""
-        return [w for w in pool.prefill_workers if w.eligible and (not adapter or adapter in w.models)]
+        workers = [w for w in pool.prefill_workers if w.eligible and (not adapter or adapter in w.models)]
+        return self.safeguards.admitted(workers) if self.safeguards.impaired else workers
 
     def models(self) -> list[ModelEntry]:
-        """The union of the workers' model entries, fields as they came: one an id, with the smallest context length."""
+        """The union of the workers' model entries: one an id, with every field that came, the first worker's where they
+        differ, and the smallest context length."""
         union: dict[str, ModelEntry] = {}
         for record in self.workers.values():
             if not record.healthy:
                 continue
             for name, entry in record.models.items():
                 known = union.setdefault(name, ModelEntry(entry))
+                # What one says of it and another does not is said all the same.
+                known.update({key: value for key, value in entry.items() if key not in known})
                 lengths = [e["max_model_len"] for e in (known, entry) if isinstance(e.get("max_model_len"), int)]
                 if lengths:
                     known["max_model_len"] = min(lengths)
         return list(union.values())
 
-    def suspect(self, record: WorkerRecord, reason: str) -> None:
-        """A request could not connect: do not wait for the next probe to say so."""
-        record.failures += 1
-        if record.healthy:
-            self._mark_unhealthy(record, reason)
+    def failed(self, record: WorkerRecord, request_id: str, failure: Failure) -> None:
+        """An attempt at a worker has failed. Where that says that it is gone, no probe need say so."""
+        self.safeguards.failed(record, request_id, failure)
+        if failure.blame is Blame.SUSPECT and record.healthy:
+            self._mark_unhealthy(record, failure.when)
 
     async def tokenize(self, pool: ModelPool, request: Mapping[str, Any]) -> Sequence[int] | None:
         """Token ids by a worker of the pool; None when none answers."""
@@ -262,11 +300,13 @@ class Fleet:
                 await self._probe(record)
             except ProbeError as error:
                 record.failed_probes += 1
-                if record.failed_probes >= self._probes.unhealthy_after or not record.discovery:
+                enough = record.failed_probes >= self._probes.unhealthy_after or isinstance(error, Leaving)
+                if enough or not record.discovery:
                     self._mark_unhealthy(record, str(error))
             except Exception:
                 logger.exception("probing worker %s failed", record.name)
                 self._mark_unhealthy(record, "the probe itself failed; see the log")
+            record.probed.set()
             # A worker that is coming up is asked more often: every request waits for it.
             delay = self._probes.interval_seconds
             await asyncio.sleep(delay if record.healthy else min(delay, 0.25))
@@ -349,6 +389,7 @@ class Fleet:
         record.discovery, record.lacks = discovery, ()
         record.epoch = epoch
         record.trust = Trust()
+        self.safeguards.reborn(record)
         ranks = discovery.events.ranks if discovery.events else 1
         record.holders = tuple(record.holder(rank) for rank in range(min(ranks, RANKS_MAX)))
         for holder in record.holders:

@@ -15,6 +15,7 @@ import httpx
 
 from cachecore.holders import Epoch
 from gateway.fleet import parity
+from gateway.fleet.engines.contract import Lack
 from gateway.fleet.engines.questions import ProbeError, Questions
 from gateway.fleet.worker import ModelPool, Parity, WorkerRecord
 
@@ -57,11 +58,23 @@ class SampleBudget:
         return True
 
 
+UNSALTED = Lack(
+    "cache_salt",
+    "it keeps one cache for all tenants, who can measure what others have asked",
+    "give it to one tenant alone, or turn its prefix cache off",
+)
+"""Of engines that keep nobody apart."""
+
+
 class Scrutiny:
     """Of one worker. `run` until cancelled."""
 
-    def __init__(self, record: WorkerRecord, http: httpx.AsyncClient, budget: SampleBudget) -> None:
+    def __init__(
+        self, record: WorkerRecord, http: httpx.AsyncClient, budget: SampleBudget, divided: bool = False
+    ) -> None:
+        """`divided`: there are tenants who must not learn of each other."""
         self._record = record
+        self._divided = divided
         self._budget = budget
         self._ask = Questions(http, record.url)
         self._wake = asyncio.Event()
@@ -101,6 +114,8 @@ class Scrutiny:
             epoch, found = record.epoch, tuple(await record.adapter.lacks(self._ask, record.discovery))
             if record.epoch != epoch:
                 return  # the next life has woken us already
+            if self._divided and not record.traits.salts:
+                found += (UNSALTED,)
             self._studied, record.lacks = epoch, found
             for lack in found:
                 logger.warning("worker %s lacks %s", record.name, lack)

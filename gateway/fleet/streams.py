@@ -5,6 +5,7 @@ With a shared index the gateways divide the streams among them instead: `gateway
 
 import asyncio
 import logging
+import ssl
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple, Protocol
@@ -57,7 +58,15 @@ class Intakes:
     """Opens event intakes that write to one index, and tell `contents` what blocks say, where that is looked up. Owns
     their sockets' context."""
 
-    def __init__(self, index: PrefixIndex, naming_for: NamingFor, contents: ContentFeed | None = None) -> None:
+    def __init__(
+        self,
+        index: PrefixIndex,
+        naming_for: NamingFor,
+        contents: ContentFeed | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """`tls`: as the fleet's, for events that are asked for."""
+        self._tls = tls
         self._index = index
         self._naming_for = naming_for
         self._contents = contents
@@ -97,7 +106,7 @@ class Intakes:
         if endpoints.told_once:
             decoder = TrtllmEvents(endpoints.block_size_tokens, rank=holder.rank)
             return PolledIntake(
-                holder, source, self._index, rekeyer, decoder, resume_from=resume_from, contents=contents
+                holder, source, self._index, rekeyer, decoder, resume_from=resume_from, contents=contents, tls=self._tls
             )
         return EventIntake(
             holder, source, self._index, rekeyer, self._context, resume_from=resume_from, contents=contents

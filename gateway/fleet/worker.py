@@ -1,5 +1,7 @@
 """What the gateway knows of one worker, and of the workers that serve one model."""
 
+import asyncio
+import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,6 +25,7 @@ from gateway.fleet.engines.contract import (
 from gateway.fleet.engines.generic import GenericAdapter
 from gateway.fleet.intake import Intake
 from gateway.fleet.trust import Trust, TrustLevel
+from policies.state.breakers import Breaker
 
 DEFAULT_BLOCK_SIZE_TOKENS = 16
 _NO_EPOCH = Epoch(0)
@@ -62,6 +65,8 @@ class WorkerRecord:
     healthy: bool = False
     draining: bool = False
     failed_probes: int = 0
+    probed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once it has been asked whether it is well, whatever it said."""
     reason: str = "not probed yet"
     """Why it is unhealthy; empty when it is not."""
     parity: Parity = Parity.UNVERIFIED
@@ -83,25 +88,27 @@ class WorkerRecord:
     """Of the streams that this gateway follows itself."""
     trust: Trust = field(default_factory=Trust)
     """How far its events are believed, in its present life."""
+    breaker: Breaker = field(default_factory=Breaker)
+    """Whether it does its work; `healthy` says whether it lives."""
+    ejected: str = ""
+    """Why it is left out for a while; empty when it is not."""
+    barred: bool = False
+    """Whether it is ejected, or its circuit not closed: it is no room for what waits."""
     requests: int = 0
     failures: int = 0
     registered_at: float = field(default_factory=time.time)
 
     @classmethod
-    def of(cls, config: WorkerConfig) -> "WorkerRecord":
+    def of(cls, config: WorkerConfig, tls: ssl.SSLContext | None = None) -> "WorkerRecord":
+        """`tls`: for a URL that begins with https; None trusts whom the system trusts."""
         parts = urlsplit(config.url)
-        tls = None
-        if parts.scheme == "https":
-            import ssl
-
-            tls = ssl.create_default_context()
+        tls = (tls or ssl.create_default_context()) if parts.scheme == "https" else None
         host = parts.hostname or ""
         port = parts.port or (443 if tls else 80)
         shown = f"[{host}]" if ":" in host else host
-        name = config.name or f"{shown}:{port}"
-        return cls(
-            WorkerName(name), config.url.rstrip("/"), config, UpstreamPool(host, port, tls), f"{shown}:{port}".encode()
-        )
+        connections, authority = UpstreamPool(host, port, tls), f"{shown}:{port}".encode()
+        name = WorkerName(config.name or f"{shown}:{port}")
+        return cls(name, config.url.rstrip("/"), config, connections, authority, draining=config.draining)
 
     def __repr__(self) -> str:
         state = "healthy" if self.healthy else self.reason

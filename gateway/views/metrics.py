@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gateway.edge.exchange import Ending
+from gateway.edge.contract import Ending
 from gateway.fleet.knowledge import Knowledge
 from gateway.fleet.registry import Fleet
 from gateway.fleet.trust import TrustLevel
@@ -60,6 +60,8 @@ class GatewayMetrics:
         self.failed_lookups = 0
         self.prompt_tokens = 0
         self.matched_tokens: Counter[str] = Counter()
+        self.tier_tokens = [0, 0, 0]
+        """Of these, confirmed and reachable using L0; L0 and L1; and all tiers."""
         self.reported_prompt_tokens = 0
         self.reported_cached_tokens = 0
         self.phantom_tokens = 0
@@ -101,12 +103,17 @@ class GatewayMetrics:
     def settle(self) -> None:
         """Count what was noted."""
         routed, self._routed = self._routed, []
+        l0 = l1 = l2 = 0
         for receipt in routed:
-            worker, _, matched_tokens, _, _, evidence = receipt.candidate_fields[receipt.chosen]
+            worker, _, matched_tokens, _, (near, host, pooled), evidence = receipt.candidate_fields[receipt.chosen]
             self.decisions[(receipt.policy, worker, evidence)] += 1
             self.prompt_tokens += receipt.query.prompt_tokens
             self.matched_tokens[evidence] += matched_tokens
+            l0 += near
+            l1 += host
+            l2 += pooled
             self.decision.observe(receipt.decision_us / 1e6)
+        self.tier_tokens = [old + new for old, new in zip(self.tier_tokens, (l0, l1, l2), strict=True)]
         ended, self._ended = self._ended, []
         for ending, status, seconds in ended:
             self.endings[(ending, status)] += 1

@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -57,6 +58,19 @@ class TransferMetrics:
             self.seconds.observe(report.seconds)
             self.predicted_seconds.observe(option.load_seconds)
             self.error_ratio.observe(report.seconds / option.load_seconds)
+
+    def document(self) -> dict[str, Any]:
+        """For `/status`."""
+        return {
+            "planned_tokens": self.planned_tokens,
+            "pulled_tokens": self.pulled_tokens,
+            "pulled_bytes": self.pulled_bytes,
+            "saved_seconds": self.saved_seconds,
+            "outcomes": {
+                f"{outcome}: {reason}" if reason else outcome: count
+                for (outcome, reason), count in self.outcomes.items()
+            },
+        }
 
 
 class QualityCollector(Collector):

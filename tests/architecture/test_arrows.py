@@ -39,7 +39,14 @@ NOT_FOR_POLICIES = (
     | {"socket", "sqlite3", "ssl", "subprocess", "sys", "tempfile", "threading", "time", "urllib", "uuid"}
 )  # fmt: skip
 PURE_FILES = {"cachecore/blocks.py", "cachecore/scope.py"}
-IMPORT_NAMES = {"pyyaml": {"yaml"}, "pyzmq": {"zmq"}, "fastapi": {"fastapi", "starlette"}}
+IMPORT_NAMES = {
+    "pyyaml": {"yaml"},
+    "pyzmq": {"zmq"},
+    "fastapi": {"fastapi", "starlette"},
+    "grpcio": {"grpc"},
+    "xds-protos": {"envoy", "google"},
+    "opentelemetry-sdk": {"opentelemetry"},
+}
 
 
 def top(dotted: str) -> str:
@@ -126,6 +133,8 @@ def undeclared(house, pyproject: Path) -> list[str]:
         (TENSOR_ROOMS, extras["worker"] | {"vllm"}),
         (("workers/sglang/",), {"sglang"}),
         (("cachecore/store/pools/s3.py",), extras.get("s3", set())),
+        (("gateway/envoy/server.py",), extras.get("envoy", set())),
+        (("gateway/tracing.py", "gateway/journey.py"), extras.get("otel", set())),
         # Which is nothing without gevent.
         (("loadtest/locustfile.py",), extras.get("loadtest", set()) | {"gevent"}),
     ]

@@ -31,7 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from gateway.tenants import add_api_key
+from gateway.api_keys import add_api_key
 from tests.gateway.end_to_end.processes import HOST, Fleet, Gateway, chat
 from workers.timing import LLAMA_3_70B_TP8
 

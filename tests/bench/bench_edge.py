@@ -1,8 +1,8 @@
 """CPU per request of the gateway beside other routers, in one run on one machine.
 
-Two canned workers, `wrk` in front, the gateway's whole process group measured (user and system time from /proc).
-Rounds are interleaved, so that a slow minute of the machine falls on all; medians are reported, and ratios to the best
-peer within the run. Compare within a run only.
+Two canned workers, `wrk` in front, the gateway measured with all the processes that it has started (user and system
+time from /proc). Rounds are interleaved, so that a slow minute of the machine falls on all; medians are reported, and
+ratios to the best peer within the run. Compare within a run only.
 
     python tests/bench/bench_edge.py --tokenizer DIR [--rounds 3] [--seconds 4] [--only ropeway,sglang] [--json FILE]
 
@@ -122,16 +122,22 @@ def wait_until_serving(port: int, child: subprocess.Popen[bytes], seconds: float
     raise SystemExit(f"{child.args} did not serve within {seconds:.0f} s")
 
 
-def group_cpu_ticks(group: int) -> int:
-    """User and system time of every process in a process group."""
-    ticks = 0
+def cpu_ticks(root: int) -> int:
+    """User and system time of a process and of all that it has started, and they in turn."""
+    own: dict[int, int] = {}
+    children: dict[int, list[int]] = {}
     for entry in filter(str.isdigit, os.listdir("/proc")):
         try:
             fields = Path(f"/proc/{entry}/stat").read_text().rsplit(")", 1)[1].split()
         except OSError:
             continue
-        if int(fields[2]) == group:
-            ticks += int(fields[11]) + int(fields[12])
+        own[int(entry)] = int(fields[11]) + int(fields[12])
+        children.setdefault(int(fields[1]), []).append(int(entry))
+    ticks, pending = 0, [root]
+    while pending:
+        process = pending.pop()
+        ticks += own.get(process, 0)
+        pending += children.get(process, [])
     return ticks
 
 
@@ -152,13 +158,17 @@ def milliseconds(report: str, percentile: str) -> float:
     return float(match[1]) * {"us": 0.001, "ms": 1.0, "s": 1000.0}[match[2]] if match else float("nan")
 
 
+def requests_of(report: str) -> int:
+    return int(re.search(r"(\d+) requests in", report)[1])  # type: ignore[index]
+
+
 def measure(name: str, port: int, child: subprocess.Popen[bytes], shape: str, number: int, seconds: float) -> Row:
     first = 10_000_000 + number * 1_000_000
     wrk(port, shape, 1, first)
-    before = group_cpu_ticks(child.pid)
+    before = cpu_ticks(child.pid)
     report = wrk(port, shape, seconds, first + 500_000)
-    ticks = group_cpu_ticks(child.pid) - before
-    requests = int(re.search(r"(\d+) requests in", report)[1])  # type: ignore[index]
+    ticks = cpu_ticks(child.pid) - before
+    requests = requests_of(report)
     errors = " ".join(re.findall(r"^\s*(Non-2xx.*|Socket errors.*)$", report, re.MULTILINE))
     return Row(
         name,

@@ -25,8 +25,8 @@ import zmq
 
 from cachecore.events import BlockRemoved, BlockStored, EventBatch
 from cachecore.holders import Epoch, Worker, WorkerName
-from gateway.config import load
 from gateway.server import Gateway as GatewayInProcess
+from gateway.settings.loading import load
 from tests.cachecore.store.servers import Server, start_server
 from tests.gateway.end_to_end.processes import BLOCK_TOKENS, HOST, Gateway, free_ports, new_keyring
 from tests.gateway.end_to_end.sharing import SharedCopy, resident_bytes, sharing_config, used_memory

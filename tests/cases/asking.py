@@ -17,6 +17,8 @@ REQUESTS = "gateway/test_requests.py"
 USAGE = "gateway/test_usage.py"
 FIRST_TOKEN = "gateway/test_first_token.py"
 FAILURES = f"{END}/test_failures.py"
+RELIABILITY = f"{END}/test_reliability.py"
+HEDGING = f"{EDGE}/test_hedging.py"
 EVENTS_END = f"{END}/test_event_cases.py"
 MEMBERS = f"{FLEET}/test_members.py"
 LOADTEST = "loadtest/client"
@@ -186,6 +188,7 @@ CASES = {
             f"{EXCHANGE}::test_a_stream_that_breaks_between_events_says_so",
             f"{STREAMS}::test_an_answer_of_nothing_is_none",
             f"{FAILURES}::test_an_engines_own_error_is_passed_on",
+            f"{EDGE}/test_retries.py::test_if_nobody_else_is_left_its_own_answer_is_passed_on",
         ],
     ),
     31: Case(
@@ -244,6 +247,10 @@ CASES = {
             f"{MANY}::test_a_request_that_is_tried_elsewhere_is_at_one_worker_at_a_time",
             f"{FAILURES}::test_impatient_clients_have_one_request_each_at_the_worker",
             f"{EXCHANGE}::test_stale_connections_are_not_tried_one_by_one",
+            f"{RELIABILITY}::test_without_a_budget_nothing_is_tried_elsewhere",
+            f"{RELIABILITY}::test_under_whom_two_workers_have_died_no_third_is_asked",
+            f"{HEDGING}::test_never_more_than_two_at_once",
+            "policies/state/test_attempts.py::test_a_storm_of_failures_costs_a_share_of_the_load_and_no_more",
         ],
     ),
     40: Case(
@@ -261,6 +268,8 @@ CASES = {
             f"{EXCHANGE}::test_a_stream_that_falls_silent",
             f"{EXCHANGE}::test_an_answer_that_falls_silent",
             f"{EXCHANGE}::test_a_worker_that_never_answers",
+            f"{RELIABILITY}::test_a_request_has_the_time_it_asks_for",
+            f"{RELIABILITY}::test_time_runs_while_a_request_waits_for_its_turn",
         ],
     ),
     43: Case(

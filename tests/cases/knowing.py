@@ -8,6 +8,8 @@ BODIES = f"{END}/test_bodies.py"
 CLIENT = f"{END}/test_openai_client.py"
 FAILURES = f"{END}/test_failures.py"
 OPERATIONS = f"{END}/test_operations.py"
+RELIABILITY = f"{END}/test_reliability.py"
+TABLE = "gateway/reliability/test_failures.py"
 EVENTS_END = f"{END}/test_event_cases.py"
 SHARED = f"{END}/test_shared_index.py"
 MEMBERS = f"{FLEET}/test_members.py"
@@ -238,6 +240,8 @@ CASES = {
             f"{EVENTS_END}::test_a_clients_mistakes_are_not_the_workers",
             f"{CLIENT}::test_five_megabytes_of_text_are_the_engines_to_refuse",
             f"{FAILURES}::test_of_what_a_worker_refused_nothing_is_expected",
+            f"{RELIABILITY}::test_what_blames_the_client_opens_nothing",
+            f"{TABLE}::test_no_4xx_is_ever_held_against_a_worker",
         ],
     ),
     103: Case("two models in one index", [f"{EVENTS_END}::test_two_models_share_nothing"]),

@@ -107,22 +107,24 @@ async def test_who_finds_room_passes_and_who_does_not_waits(world: World) -> Non
     assert world.admission.passes(world.request(), world.pool)
 
 
-@pytest.mark.parametrize("state", ["unhealthy", "draining", "gone"])
+@pytest.mark.parametrize("state", ["unhealthy", "draining", "barred", "gone"])
 async def test_without_a_worker_nobody_waits_for_one(world: World, state: str) -> None:
     for name in "ab":
         world.fill(name)
     assert not world.admission.passes(world.request(), world.pool)
     for record in world.workers:
-        record.healthy, record.draining = state == "draining", state == "draining"
+        record.healthy, record.draining = state in ("draining", "barred"), state == "draining"
+        record.barred = state == "barred"
     if state == "gone":
         world.pool.workers.clear()
     assert world.admission.passes(world.request(), world.pool)
 
 
-async def test_a_worker_that_is_no_candidate_is_no_room(world: World) -> None:
+@pytest.mark.parametrize("way", ["unhealthy", "barred"])
+async def test_a_worker_that_is_no_candidate_is_no_room(world: World, way: str) -> None:
     world.fill("a")
     assert world.admission.passes(world.request(), world.pool)
-    world.workers[1].healthy = False
+    world.workers[1].healthy, world.workers[1].barred = way != "unhealthy", way == "barred"
     assert not world.admission.passes(world.request(), world.pool)
 
 

@@ -2,8 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config import GatewayConfig, load
+from gateway.config import GatewayConfig
 from gateway.errors import ConfigError
+from gateway.settings.loading import Request, inspect, load
 
 
 @pytest.fixture
@@ -107,46 +108,86 @@ def test_variables_that_are_not_ours_are_left_alone() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("prot: 1", "unknown key 'prot'; did you mean 'port'?"),
-        ("limits: {body_byte_max: 3}", "unknown key 'limits.body_byte_max'; did you mean 'body_bytes_max'?"),
+        ("prot: 1", ":1:1: unknown key 'prot'; did you mean 'port'?"),
+        (
+            "port: 1\nlimits:\n  body_byte_max: 3",
+            ":3:3: unknown key 'limits.body_byte_max'; did you mean 'body_bytes_max'?",
+        ),
         (
             "probes: {zzz: 3}",
-            "unknown key 'probes.zzz'; known here: interval_seconds, timeout_seconds, unhealthy_after",
+            ":1:10: unknown key 'probes.zzz'; known here: interval_seconds, timeout_seconds, unhealthy_after",
         ),
-        ("workers: [http://a:1, {url: 'http://b:2', nam: x}]", "unknown key 'workers[1].nam'; did you mean 'name'?"),
-        ("policy: kv_aware", "policy: 'kv_aware' is unknown; did you mean 'kv-aware'?"),
-        ("limits: {body_bytes_max: 3}", "limits.body_bytes_max: Expected `int` >= 1024"),
-        ("port: eighty", "port: Expected `int`, got `str`"),
-        ("port: 70000", "port: Expected `int` <= 65535"),
-        ("limits: 4", "limits: Expected `object`, got `int`"),
-        ("timeouts: {idle_seconds: 0}", "timeouts.idle_seconds: Expected `float` > 0.0"),
-        ("admin: {key_file: 4}", "admin.key_file: Expected `path`, got `int`"),
-        ("workers: [{name: x}]", "workers[0]: Object missing required field `url`"),
-        ("workers: [ftp://a:1]", "workers[0]: 'ftp://a:1' is not a URL of the form http://host:port"),
-        ("workers: ['http://a:b']", "workers[0]: 'http://a:b' is not a URL of the form http://host:port"),
-        ("workers: [http://a:1/v1]", "workers[0]: 'http://a:1/v1' must end after its port"),
-        ("workers: [http://a:1, http://a:1/]", "workers: the url 'http://a:1' is given twice"),
-        ("redis: redis://a:1?timeout=9", "redis: "),
-        ("redis: http://a:1", "redis: "),
-        ("redis: redis://a:1", "keyring: gateways that share an index must name blocks alike"),
-        ("sharing: {prefix: '{a}'}", "sharing.prefix: Expected `str` matching regex"),
-        ("sharing: {lease_seconds: 0.1}", "sharing.lease_seconds: Expected `float` >= 0.2"),
-        ("prompts: {template_defaults: {m: {}}}", "prompts.template_defaults: 'm' is not among the tokenizers"),
-        ("{port: 1, port: 2}", "the key 'port' is given twice"),
-        ("[1]", "a mapping is expected at the top, not list"),
-        ("port: [", "while parsing a flow node"),
+        (
+            "workers: [http://a:1, {url: 'http://b:2', nam: x}]",
+            ":1:43: unknown key 'workers[1].nam'; did you mean 'name'?",
+        ),
+        ("policy: kv_aware", ":1:1: policy: 'kv_aware' is unknown; did you mean 'kv-aware'?"),
+        ("limits: {body_bytes_max: 3}", ":1:10: limits.body_bytes_max: Expected `int` >= 1024"),
+        ("port: eighty", ":1:1: port: Expected `int`, got `str`"),
+        ("port: 70000", ":1:1: port: Expected `int` <= 65535"),
+        ("limits: 4", ":1:1: limits: Expected `object`, got `int`"),
+        ("timeouts: {idle_seconds: 0}", ":1:12: timeouts.idle_seconds: Expected `float` > 0.0"),
+        ("admin: {key_file: 4}", ":1:9: admin.key_file: Expected `path`, got `int`"),
+        ("workers: [{name: x}]", ":1:11: workers[0]: Object missing required field `url`"),
+        ("workers:\n  - ftp://a:1", ":2:5: workers[0]: 'ftp://a:1' is not a URL of the form http://host:port"),
+        ("workers: ['http://a:b']", ":1:11: workers[0]: 'http://a:b' is not a URL of the form http://host:port"),
+        ("workers: [http://a:1/v1]", ":1:11: workers[0]: 'http://a:1/v1' must end after its port"),
+        ("workers: [http://a:1, http://a:1/]", ":1:1: workers: the url 'http://a:1' is given twice"),
+        ("redis: redis://a:1?timeout=9", ":1:1: redis: "),
+        ("redis: http://a:1", ":1:1: redis: "),
+        ("redis: redis://a:1", ": keyring: gateways that share an index must name blocks alike"),
+        ("sharing: {prefix: '{a}'}", ":1:11: sharing.prefix: Expected `str` matching regex"),
+        ("sharing: {lease_seconds: 0.1}", ":1:11: sharing.lease_seconds: Expected `float` >= 0.2"),
+        ("prompts: {template_defaults: {m: {}}}", ":1:11: prompts.template_defaults: 'm' is not among the tokenizers"),
+        ("tokenizers: {m: 3}", ":1:1: tokenizers[...]: Expected `path`, got `int`"),
+        ("{port: 1, port: 2}", ":1:11: the key 'port' is given twice"),
+        ("host: a\nadmin:\n  [1]: 2", ":3:3: a key must be plain"),
+        ("a: &a\n  b: *a", ":1:4: this is nested too deeply"),
+        ("[1]", ": a mapping is expected at the top, not list"),
+        ("port: [", ":1:8: expected the node content, but found '<stream end>', while parsing a flow node"),
+        ("host: '\x07'", ": unacceptable character #x0007"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_place(write, text: str, message: str) -> None:
     path = write(text)
     with pytest.raises(ConfigError) as caught:
         load(path, {})
-    assert str(caught.value).startswith(f"{path}: {message}")
+    assert str(caught.value).startswith(f"{path}{message}")
     assert "\n" not in str(caught.value)
 
 
+def test_everything_that_is_wrong_is_said_at_once(write) -> None:
+    path = write("prot: 1\npolicy: best\nlimits:\n  body_bytes_max: 3\n  connections_max: many\nprot: 2\n")
+    variables = {"ROPEWAY_PROBES_UNHEALTHY_AFTER": "0", "ROPEWAY_WORKERS": "[{url: 'http://a:1', naem: red}]"}
+    sources = Request(path, {"port": -1}, {"port": "--port"})
+    config, _, problems = inspect(sources, variables)
+    assert config is None
+    assert [str(problem) for problem in problems] == [
+        f"{path}:6:1: the key 'prot' is given twice",
+        "ROPEWAY_PROBES_UNHEALTHY_AFTER: probes.unhealthy_after: Expected `int` >= 1",
+        f"{path}:6:1: unknown key 'prot'; did you mean 'port'?",
+        f"{path}:4:3: limits.body_bytes_max: Expected `int` >= 1024",
+        f"{path}:5:3: limits.connections_max: Expected `int`, got `str`",
+        "ROPEWAY_WORKERS: unknown key 'workers[0].naem'; did you mean 'name'?",
+        "--port: port: Expected `int` >= 0",
+    ]
+    with pytest.raises(
+        ConfigError, match=r"the key 'prot' is given twice \(6 more: 'ropeway config check' lists them\)$"
+    ):
+        load(path, variables, {"port": -1}, {"port": "--port"})
+
+
+def test_anchors_and_merges_keep_their_places(write) -> None:
+    path = write("base: &base {engine: vllm}\nworkers:\n  - {<<: *base, url: 'http://a:1', engine: sglang}\n")
+    _, sources, problems = inspect(Request(path), {})
+    (problem,) = problems
+    assert str(problem).startswith(f"{path}:1:1: unknown key 'base'; ")
+    assert sources.document["workers"] == [{"engine": "sglang", "url": "http://a:1"}]
+    assert sources.origin(("workers", 0, "engine")).place == f"{path}:3:36"
+
+
 def test_a_wrong_variable_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"^ROPEWAY_PORT: Expected `int`"):
+    with pytest.raises(ConfigError, match=r"^ROPEWAY_PORT: port: Expected `int`"):
         load(None, {"ROPEWAY_PORT": "eighty"})
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from cachecore.scope import TenantId
 from gateway.edge.http1 import parse_request_head
-from gateway.edge.server import Inbound, normalize_target
+from gateway.edge.server import Inbound
+from gateway.edge.targets import normalize_target
 from gateway.errors import BadRequest, DuplicateKey, Unavailable
 from gateway.requests import SESSION_CHARACTERS_MAX, Kind, Request, read_request, request_id_of
 from gateway.tenants import Tenant
@@ -68,8 +69,21 @@ def test_a_budget_that_is_none_is_refused(stated: str) -> None:
         ("POST", "//v1/completions/", Kind.COMPLETION),
         ("GET", "/v1/chat/completions", None),
         ("GET", "/v1/completions/", None),
-        ("POST", "/v1/embeddings", Kind.OTHER),
-        ("POST", "/v1/responses", Kind.OTHER),
+        ("POST", "/v1/embeddings", Kind.EMBEDDING),
+        ("POST", "/v1/responses", Kind.RESPONSES),
+        ("POST", "/v1/responses/", Kind.RESPONSES),
+        ("POST", "/v1/messages", Kind.MESSAGES),
+        ("POST", "/v1//messages/count_tokens", Kind.TOKENS),
+        ("POST", "/v1/rerank", Kind.SCORING),
+        ("POST", "/v2/rerank", Kind.SCORING),
+        ("POST", "/rerank", Kind.SCORING),
+        ("POST", "/v1/score", Kind.SCORING),
+        ("POST", "/score", Kind.SCORING),
+        ("POST", "/tokenize", Kind.TOKENS),
+        ("POST", "/detokenize", Kind.TOKENS),
+        ("GET", "/tokenize", None),
+        ("GET", "/v1/messages", None),
+        ("POST", "/v1/pooling", Kind.OTHER),
         ("GET", "/v1/responses/resp_1", Kind.OTHER),
         ("DELETE", "/v1/files/f", Kind.OTHER),
         ("POST", "/v1/audio/transcriptions", Kind.OTHER),
@@ -259,7 +273,7 @@ def test_other_bodies_are_read_whatever_they_are_called(content_type: str) -> No
     data = b'{"model":"m","input":"x","cache_salt":"stolen","kv_transfer_params":{}}'
     headers = [content_type] if content_type else []
     request = read_request(inbound(data, "/v1/responses", *headers), TENANT, SeveralModels())
-    assert (request.kind, request.model) == (Kind.OTHER, "m")
+    assert (request.kind, request.model) == (Kind.RESPONSES, "m")
     assert json.loads(b"".join(request.upstream_body(b'"minted"', False))) == {
         "model": "m",
         "input": "x",

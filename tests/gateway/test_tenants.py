@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from cachecore.scope import DEFAULT_TENANT
+from gateway.api_keys import add_api_key
 from gateway.errors import ConfigError, Unauthorized
-from gateway.tenants import OperatorKey, Tenant, Tenants, add_api_key
+from gateway.tenants import KeyWatch, OperatorKey, Roster, Tenant, Tenants
 
 
 @pytest.fixture
@@ -15,8 +16,15 @@ def keys_file(tmp_path: Path) -> Path:
     return tmp_path / "keys.jsonl"
 
 
+def loaded(file: Path) -> Tenants:
+    """As the file says."""
+    tenants = Tenants(Roster({}))
+    KeyWatch(tenants, file, None)
+    return tenants
+
+
 def test_without_keys_everyone_is_the_default_tenant() -> None:
-    tenants = Tenants.load(None)
+    tenants = Tenants(None)
     assert tenants.open
     assert tenants.authenticate(None) == Tenant(DEFAULT_TENANT)
     assert tenants.authenticate(b"Bearer sk-anything") == Tenant(DEFAULT_TENANT)
@@ -24,7 +32,7 @@ def test_without_keys_everyone_is_the_default_tenant() -> None:
 
 def test_each_key_names_its_tenant(keys_file: Path) -> None:
     acme, globex, second = (add_api_key(keys_file, name) for name in ("acme", "globex", "acme"))
-    tenants = Tenants.load(keys_file)
+    tenants = loaded(keys_file)
     assert not tenants.open
     assert tenants.authenticate(b"Bearer " + acme.encode()).id == "acme"
     assert tenants.authenticate(b"bearer   " + globex.encode() + b" ").id == "globex"
@@ -38,19 +46,19 @@ def test_each_key_names_its_tenant(keys_file: Path) -> None:
 def test_anything_else_is_refused(keys_file: Path, header: bytes | None) -> None:
     add_api_key(keys_file, "acme")
     with pytest.raises(Unauthorized):
-        Tenants.load(keys_file).authenticate(header)
+        loaded(keys_file).authenticate(header)
 
 
 def test_the_hash_in_the_file_opens_nothing(keys_file: Path) -> None:
     add_api_key(keys_file, "acme")
     stored = json.loads(keys_file.read_text())["key_sha256"]
     with pytest.raises(Unauthorized):
-        Tenants.load(keys_file).authenticate(b"Bearer " + stored.encode())
+        loaded(keys_file).authenticate(b"Bearer " + stored.encode())
 
 
 def test_a_file_without_keys_is_closed_to_all(keys_file: Path) -> None:
     keys_file.write_text("# nobody yet\n\n")
-    tenants = Tenants.load(keys_file)
+    tenants = loaded(keys_file)
     assert not tenants.open
     with pytest.raises(Unauthorized):
         tenants.authenticate(b"Bearer x")
@@ -68,7 +76,7 @@ def test_a_key_is_appended_after_a_line_without_an_end(keys_file: Path) -> None:
     first = add_api_key(keys_file, "acme")
     keys_file.write_text(keys_file.read_text().rstrip("\n"))
     second = add_api_key(keys_file, "globex")
-    tenants = Tenants.load(keys_file)
+    tenants = loaded(keys_file)
     assert [tenants.authenticate(f"Bearer {key}".encode()).id for key in (first, second)] == ["acme", "globex"]
 
 
@@ -94,7 +102,7 @@ def test_names_that_are_no_tenants(keys_file: Path, tenant: str) -> None:
 def test_a_wrong_line_is_named(keys_file: Path, line: str, message: str) -> None:
     keys_file.write_text(f"# keys\n{line}\n")
     with pytest.raises(ConfigError) as caught:
-        Tenants.load(keys_file)
+        loaded(keys_file)
     assert str(caught.value).startswith(f"{keys_file}: {message}")
 
 
@@ -102,7 +110,7 @@ def test_one_key_for_two_tenants_is_refused(keys_file: Path) -> None:
     lines = [json.dumps({"tenant": tenant, "key_sha256": "00" * 32}) for tenant in ("a", "b")]
     keys_file.write_text("\n".join(lines))
     with pytest.raises(ConfigError, match="line 2: this key is given twice"):
-        Tenants.load(keys_file)
+        loaded(keys_file)
 
 
 def test_a_broken_file_gets_no_further_keys(keys_file: Path) -> None:

@@ -16,9 +16,9 @@ import httpx
 import pytest
 
 from cachecore.scope import Keyring
-from gateway.config import load
 from gateway.errors import StartupError
 from gateway.ports import free_port_range
+from gateway.settings.loading import load
 from gateway.up import UpOptions, curl_line, gateway_part, up, worker_parts
 
 REPOSITORY = Path(__file__).parents[2]

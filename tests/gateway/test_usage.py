@@ -31,6 +31,10 @@ def event(document: object, end: bytes = b"\n\n") -> bytes:
         ({**USAGE, "prompt_tokens_details": {"cached_tokens": 0}}, Usage(12, 3, 0)),
         ({"prompt_tokens": 5, "total_tokens": 5}, Usage(5, 0, None)),
         ({"prompt_tokens": 5, "completion_tokens": None}, Usage(5, 0, None)),
+        ({"input_tokens": 12, "output_tokens": 3, "input_tokens_details": {"cached_tokens": 8}}, Usage(12, 3, 8)),
+        ({"input_tokens": 4, "output_tokens": 3, "cache_read_input_tokens": 8}, Usage(12, 3, 8)),
+        ({"input_tokens": 12, "output_tokens": 3}, Usage(12, 3, None)),
+        ({"input_tokens": 4, "cache_creation_input_tokens": 8, "cache_read_input_tokens": 0}, Usage(12, 0, 0)),
     ],
 )
 def test_json_bodies(usage: object, expected: Usage) -> None:

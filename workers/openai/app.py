@@ -19,6 +19,7 @@ from workers.openai.answers import AnswerShape, ChatShape, CompletionShape, text
 from workers.openai.choices import Choice, follow
 from workers.openai.errors import ApiError, InvalidRequest
 from workers.openai.fidelity import accepted_fidelity, kv_headers
+from workers.openai.leaving import Door, Presence, PresenceCollector
 from workers.openai.metrics import registry_of
 from workers.openai.pools import PoolCollector, PoolDesk, mount_pools
 from workers.openai.quality import QualityCollector, mount_quality
@@ -55,22 +56,28 @@ def build_app(
     output_tokens_default: int | None = None,
     pools: PoolDesk | None = None,
     quality: QualityJournal | None = None,
+    presence: Presence | None = None,
 ) -> FastAPI:
     """The worker's whole HTTP surface. Its lifespan starts and stops the engine.
 
     `kind` names the engine on `/server_info`; `adapters` are further model names that the engine takes as LoRA
     adapters; `output_tokens_default` is the output length of requests that name none (None: OpenAI's defaults);
-    `pools` are those that the engine has open; `quality` is what checking its answers has shown.
+    `pools` are those that the engine has open; `quality` is what checking its answers has shown; `presence` is whether
+    it takes requests, where its server says so.
     """
+    presence = presence or Presence()
     served = Served(engine, kind, tuple(adapters), output_tokens_default)
     app = FastAPI(title="Ropeway worker", lifespan=_lifespan_of(engine), openapi_url=None)
+    app.add_middleware(Door, presence=presence)
     app.add_middleware(RequestIds)
     for status_or_type in (ApiError, HTTPException, Exception):
         app.add_exception_handler(status_or_type, _on_exception)
     _Completions(served).mount(app)
     _Tokens(served).mount(app)
-    collectors = [] if quality is None else [QualityCollector(quality)]
-    _Administration(served, publisher, pools, collectors).mount(app)
+    collectors: list[Collector] = [PresenceCollector(presence)]
+    if quality is not None:
+        collectors.append(QualityCollector(quality))
+    _Administration(served, publisher, pools, collectors, presence).mount(app)
     if pools is not None:
         mount_pools(app, pools)
     if quality is not None:
@@ -90,9 +97,10 @@ def _lifespan_of(engine: Engine) -> Callable[[FastAPI], Any]:
     return lifespan
 
 
-def _on_exception(_request: Request, error: Exception) -> Response:
+def _on_exception(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
-        error = ApiError(error.status_code, str(error.detail))
+        missing = error.status_code == 404
+        error = ApiError(error.status_code, f"there is no {request.url.path} here" if missing else str(error.detail))
     return error_response(error)
 
 
@@ -240,10 +248,12 @@ class _Administration:
         publisher: EventPublisher | None,
         pools: PoolDesk | None,
         collectors: Sequence[Collector],
+        presence: Presence,
     ) -> None:
         self._served = served
         self._engine = served.engine
         self._publisher = publisher
+        self._presence = presence
         self._created = int(time.time())
         self._pools = pools
         self._registry = registry_of(served.engine)
@@ -278,6 +288,9 @@ class _Administration:
         }
 
     async def health(self, _http: Request) -> Response:
+        self._presence.health_asked()
+        if self._presence.leaving:
+            return JsonResponse({"status": "draining"}, 503)
         return Response()
 
     async def metrics(self, _http: Request) -> Response:

@@ -16,10 +16,13 @@ from starlette.types import ASGIApp
 
 from workers.engine import Engine
 from workers.openai.app import build_app
+from workers.openai.leaving import NO_PATIENCE, Patience, Presence
 from workers.publisher import EventPublisher
 
 _GRACE_SECONDS = 3
 _BACKLOG = 2048
+_UNSENT_BYTES_MAX = 128 * 1024
+"""Of each connection, in the kernel: beyond what is on its way."""
 _KEEP_ALIVE_SECONDS = 75
 """Longer than clients' pools keep connections, so that none is closed under a request on its way."""
 
@@ -65,7 +68,13 @@ class WorkerServer:
         uds: str | None = None,
         http: str | type[asyncio.Protocol] = "httptools",
         before_stop: Callable[[], Awaitable[None]] | None = None,
+        presence: Presence | None = None,
+        patience: Patience = NO_PATIENCE,
     ) -> None:
+        """`before_stop` ends what is not finished within `patience`; `presence` is the app's."""
+        self._presence = presence or Presence()
+        self._patience = patience
+        self._hurried = asyncio.Event()
         self._before_stop = before_stop
         self._uds = uds
         self._socket = _bound_path(uds) if uds is not None else _bound(host, port)
@@ -108,18 +117,25 @@ class WorkerServer:
             raise RuntimeError(f"the worker for {self.url} did not start")
 
     async def stop(self) -> None:
-        """End what runs, answer what can still be answered, close."""
-        if self._server is None or self._task is None:
+        """Wait as patiently as told for what runs, end the rest, answer what can still be answered, close."""
+        server = self._server
+        if server is None or self._task is None:
             self._socket.close()
             return
+        if not self._task.done():
+            await self._presence.leave(self._patience, lambda: bool(server.server_state.connections), self._hurried)
         if self._before_stop is not None:
             await self._before_stop()
-        self._server.should_exit = True
-        self._server.leaving.set()
+        server.should_exit = True
+        server.leaving.set()
         await self._task
         if self._uds is not None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._uds)
+
+    def hurry(self) -> None:
+        """Do not be patient any longer."""
+        self._hurried.set()
 
     async def wait(self) -> None:
         """Until the server has ended, by `stop` or by itself."""
@@ -134,15 +150,18 @@ def serve(
     publisher: EventPublisher | None = None,
     *,
     uds: str | None = None,
+    patience: Patience = NO_PATIENCE,
     **app_options: Any,
 ) -> int:
     """Serve one engine until SIGTERM or SIGINT; the exit code. `app_options` are those of `build_app`.
 
     The publisher is closed in the end.
     """
-    app = build_app(engine, publisher=publisher, **app_options)
+    presence = Presence()
+    app = build_app(engine, publisher=publisher, presence=presence, **app_options)
+    where: dict[str, Any] = {"host": host, "port": port, "uds": uds}
     try:
-        server = WorkerServer(app, host=host, port=port, uds=uds, before_stop=engine.stop)
+        server = WorkerServer(app, **where, before_stop=engine.stop, presence=presence, patience=patience)
         return run_servers([server])
     except CannotListen as error:
         print(f"ropeway worker: {error}", file=sys.stderr)
@@ -153,7 +172,10 @@ def serve(
 
 
 def run_servers(servers: Sequence[WorkerServer]) -> int:
-    """Serve all until a signal comes or one of them ends; the exit code. Says `ready` on stderr when all listen."""
+    """Serve all until a signal comes or one of them ends; the exit code. Says `ready` on stderr when all listen.
+
+    A second signal ends the wait for requests under way.
+    """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_run_servers(servers))
 
@@ -161,8 +183,15 @@ def run_servers(servers: Sequence[WorkerServer]) -> int:
 async def _run_servers(servers: Sequence[WorkerServer]) -> int:
     signalled = asyncio.Event()
     loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if signalled.is_set():
+            for server in servers:
+                server.hurry()
+        signalled.set()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, signalled.set)
+        loop.add_signal_handler(number, on_signal)
     try:
         await asyncio.gather(*(server.start() for server in servers))
     except RuntimeError as error:
@@ -193,6 +222,9 @@ def _bound(host: str, port: int) -> socket.socket:
         raise CannotListen(f"cannot listen on {host}:{port}: {error}") from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_NOTSENT_LOWAT"):
+            # Connections inherit it: without, the kernel takes megabytes of what nobody reads, token after token.
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES_MAX)
         listener.bind(address)
         # A second socket may bind the same port until one of them listens.
         listener.listen(_BACKLOG)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cachecore.transfer.tcp.tls import Tls, TlsError
+from workers.openai.leaving import add_leaving_arguments, patience_of
 from workers.pools import OpenPools, add_pool_arguments, pools_of
 from workers.tls import add_tls_arguments, tls_of
 
@@ -68,6 +69,7 @@ def add_reference_parser(subparsers: "argparse._SubParsersAction[argparse.Argume
         parser.add_argument_group("moving KV", "With --keyring only: peers must have the same keys.")
     )
     add_pool_arguments(parser)
+    add_leaving_arguments(parser.add_argument_group("when it is told to stop"))
     parser.set_defaults(run=run)
 
 
@@ -190,7 +192,15 @@ def _serve(args: argparse.Namespace) -> int:
         if not args.codecs:
             engine.calibrate(directory)
         engine.listen()
-        return serve(engine, args.host, args.port, publisher=publisher, pools=tier, quality=engine.quality)
+        return serve(
+            engine,
+            args.host,
+            args.port,
+            publisher=publisher,
+            patience=patience_of(args),
+            pools=tier,
+            quality=engine.quality,
+        )
     finally:
         publisher.close()
 

@@ -10,6 +10,7 @@ import zmq
 from cachecore.events import Dialect
 from cachecore.scope import Keyring
 from cachecore.transfer.tcp.tls import TlsError
+from workers.openai.leaving import add_leaving_arguments, patience_of
 from workers.openai.server import CannotListen, run_servers
 from workers.simulated.engine import SimulatedConfig
 from workers.simulated.fleet import OUTPUT_TOKENS_DEFAULT, SimulatedWorker, WorkerOptions, load_renderer
@@ -41,6 +42,7 @@ def add_simulated_parser(subparsers: "argparse._SubParsersAction[argparse.Argume
     )
     _add_addresses(parser)
     _add_engine(parser)
+    add_leaving_arguments(parser.add_argument_group("when it is told to stop"))
     _add_link(parser)
     parser.set_defaults(run=run)
 
@@ -62,6 +64,9 @@ def _add_addresses(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--no-events", action="store_true", help="publish no KV events")
     group.add_argument("--topic", default="kv-events", help="of the event stream (default: %(default)s)")
+    group.add_argument(
+        "--access-log", type=Path, metavar="FILE", help="append a JSON line for each request received and ended"
+    )
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
@@ -133,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
     except TlsError as error:
         print(f"ropeway worker: {error}", file=sys.stderr)
         return 2
-    except (CannotListen, ValueError, zmq.ZMQError) as error:
+    except (CannotListen, OSError, ValueError, zmq.ZMQError) as error:
         print(f"ropeway worker: {error}", file=sys.stderr)
         return 1
     finally:
@@ -193,4 +198,6 @@ def _options(args: argparse.Namespace, number: int) -> WorkerOptions:
         kv_port=args.kv_port and args.kv_port + number,
         adapters=args.adapter,
         output_tokens_default=args.output_tokens,
+        patience=patience_of(args),
+        access_log=args.access_log,
     )

@@ -11,8 +11,10 @@ from cachecore.prompts.contract import Renderer
 from cachecore.prompts.plain import PlainRenderer
 from cachecore.scope import Keyring
 from workers.openai.app import build_app
+from workers.openai.leaving import NO_PATIENCE, Patience, Presence
 from workers.openai.server import WorkerServer
 from workers.publisher import PublisherConfig, ReplayFraming
+from workers.simulated.access_log import AccessLog
 from workers.simulated.engine import SimulatedConfig, SimulatedEngine
 from workers.simulated.faulty_publisher import FaultyPublisher
 from workers.simulated.misbehaviour import Misbehaviour
@@ -37,6 +39,10 @@ class WorkerOptions:
     """Where others pull KV from it, if it has a link."""
     adapters: Sequence[str] = ()
     output_tokens_default: int = OUTPUT_TOKENS_DEFAULT
+    patience: Patience = NO_PATIENCE
+    """With what it has begun, when it is told to stop."""
+    access_log: Path | None = None
+    """Where every request is written down."""
 
 
 class SimulatedWorker:
@@ -51,16 +57,19 @@ class SimulatedWorker:
         context: "zmq.Context[Any] | None" = None,
     ) -> None:
         options = options or WorkerOptions()
+        self.access_log: AccessLog | None = None
         self.publisher = FaultyPublisher(_publishing(config, options), context) if options.events else None
         try:
             sink = self.publisher.publish if self.publisher is not None else None
             self.engine = SimulatedEngine(config, renderer or PlainRenderer(), sink, keyring)
+            presence = Presence()
             app = build_app(
                 self.engine,
                 kind="ropeway-simulated",
                 publisher=self.publisher,
                 adapters=options.adapters,
                 output_tokens_default=options.output_tokens_default,
+                presence=presence,
             )
             transfers = self.engine.transfers
             self.misbehaviour = Misbehaviour(app, self.publisher, transfers.source if transfers else None)
@@ -71,7 +80,12 @@ class SimulatedWorker:
                 uds=options.uds,
                 http=ObservedProtocol,
                 before_stop=self.engine.stop,
+                presence=presence,
+                patience=options.patience,
             )
+            if options.access_log is not None:
+                self.access_log = AccessLog(options.access_log, self.server.url, self.engine.info.epoch)
+                self.misbehaviour.access_log = self.access_log
             if transfers is not None:
                 instance = self.server.url.partition("://")[2] if options.uds is None else ""
                 transfers.endpoint = Endpoint(instance, options.host, options.kv_port)
@@ -91,9 +105,11 @@ class SimulatedWorker:
         self.close()
 
     def close(self) -> None:
-        """Release the event sockets."""
+        """Release the event sockets and the access log."""
         if self.publisher is not None:
             self.publisher.close()
+        if self.access_log is not None:
+            self.access_log.close()
 
 
 def load_renderer(tokenizer: Path | None) -> Renderer:

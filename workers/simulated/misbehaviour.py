@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from workers.openai.errors import ApiError, InvalidRequest
 from workers.openai.responses import JsonResponse, RequestIds, error_response
+from workers.simulated.access_log import AccessLog
 from workers.simulated.faults import NO_FAULTS, Faults, read_faults
 from workers.simulated.faulty_publisher import FaultyPublisher
 from workers.simulated.link import ModelledSource
@@ -55,8 +56,14 @@ class Misbehaviour:
     """Wraps a worker's app. Needs `ObservedProtocol` to break connections and to echo header names unchanged."""
 
     def __init__(
-        self, app: ASGIApp, publisher: FaultyPublisher | None = None, source: ModelledSource | None = None
+        self,
+        app: ASGIApp,
+        publisher: FaultyPublisher | None = None,
+        source: ModelledSource | None = None,
+        access_log: AccessLog | None = None,
     ) -> None:
+        self.access_log = access_log
+        """None writes nothing."""
         self._app = app
         self._publisher = publisher
         self._source = source
@@ -72,7 +79,16 @@ class Misbehaviour:
         if scope["path"] in ("/simulate", "/simulate/log"):
             await self._answers(scope, receive, send)
             return
-        wire = _Wire(scope, receive, send)
+        if self.access_log is None:
+            await self._serve(scope, _Wire(scope, receive, send))
+            return
+        wire = _Accounted(self.access_log, scope, receive, send)
+        try:
+            await self._serve(scope, wire)
+        finally:
+            wire.end()
+
+    async def _serve(self, scope: Scope, wire: "_Wire") -> None:
         self.log.append(wire.exchange)
         try:
             faults = self._faults_of(scope)
@@ -216,6 +232,34 @@ def _reset(transport: asyncio.Transport) -> None:
     with socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno())) as duplicate:
         duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     transport.abort()
+
+
+class _Accounted(_Wire):
+    """A wire whose request is in the access log."""
+
+    def __init__(self, log: AccessLog, scope: Scope, receive: Receive, send: Send) -> None:
+        super().__init__(scope, receive, send)
+        self._log = log
+        self._request_id = next((v.decode("latin-1") for n, v in scope["headers"] if n == b"x-request-id"), "")
+        self._body = bytearray()
+        self._number: int | None = None
+
+    async def receive(self) -> Message:
+        message = await super().receive()
+        if self._number is None and message["type"] == "http.request":
+            self._body += message.get("body", b"")
+            if not message.get("more_body", False):
+                self._number = self._log.received(self.exchange.path, self._request_id, bytes(self._body))
+        return message
+
+    def end(self) -> None:
+        """Whatever became of it."""
+        exchange = self.exchange
+        if self._number is not None:
+            complete = exchange.finished_at is not None and exchange.disconnected_at is None and not self._broken
+            self._log.ended(
+                self._number, exchange.path, self._request_id, exchange.status, exchange.sent_bytes, complete
+            )
 
 
 async def _read_body(receive: Receive) -> bytes:

@@ -164,6 +164,8 @@ class Discovery:
     asleep: bool = False
     """It gave up its cache, and answers nothing until it is woken or something comes."""
     caches_prefixes: bool = True
+    routes: frozenset[str] | None = None
+    """Of those that the gateway could translate, the ones that it serves itself; None while that is not known."""
 
     def completed(self, earlier: "Discovery") -> "Discovery":
         """With what only an earlier probe of the same life could find out: a busy engine leaves questions open."""
@@ -176,6 +178,7 @@ class Discovery:
             kv_tokens=self.kv_tokens or earlier.kv_tokens,
             events=_heard(self.events, earlier.events),
             version=self.version or earlier.version,
+            routes=self.routes if self.routes is not None else earlier.routes,
             revisions={**earlier.revisions, **self.revisions},
         )
 
@@ -197,6 +200,10 @@ class EngineTraits:
 
     salts: bool = False
     """It keeps prompts of different `cache_salt` apart."""
+    salted_paths: frozenset[str] = frozenset()
+    """Routes besides OpenAI's two that take one, too."""
+    translated: bool = False
+    """It is known to serve none of the routes that the gateway can translate, so it is not asked."""
     priorities: bool = False
     """It orders requests by `priority`, lower first."""
     token_ids: bool = False

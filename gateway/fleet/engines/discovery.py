@@ -37,6 +37,11 @@ _OWNERS = {
 """`owned_by` of a model's entry."""
 
 
+TRANSLATED_PATHS = ("/v1/messages", "/v1/responses")
+"""Routes that the gateway makes chat completions of where an engine does not serve them itself."""
+_NO_ROUTE = frozenset({404, 405, 501})
+
+
 class Found(NamedTuple):
     adapter: EngineAdapter
     discovery: Discovery
@@ -51,6 +56,8 @@ async def discover(ask: Questions, config: WorkerConfig, earlier: Found | None =
     else:
         adapter = await detect(ask, config.engine, models, answer.headers.get("server", ""))
     discovery = await adapter.discover(ask, models, earlier.discovery if earlier else None)
+    if earlier is None or earlier.discovery.routes is None or earlier.discovery.epoch != discovery.epoch:
+        discovery.routes = frozenset() if adapter.traits.translated else await _read_routes(ask)
     if config.sidecar:
         await _read_sidecar(Questions(ask.http, config.sidecar), discovery)
     if config.events is not None:
@@ -99,6 +106,15 @@ async def _detect_by_routes(ask: Questions) -> EngineAdapter:
         return ADAPTERS["llamacpp"]
     metrics = await ask.try_metrics()
     return ADAPTERS["vllm"] if metrics.labels("vllm:cache_config_info") else GENERIC
+
+
+async def _read_routes(ask: Questions) -> frozenset[str] | None:
+    """Which routes it serves itself, by how it refuses an empty body; None where it does not answer."""
+    try:
+        answers = {path: await ask.post(path, {}) for path in TRANSLATED_PATHS}
+    except ProbeError:
+        return None
+    return frozenset(path for path, answer in answers.items() if answer.status_code not in _NO_ROUTE)
 
 
 def _is_ours(info: Mapping[str, Any]) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gateway.fleet.engines.contract import Discovery, EngineLoad, EngineTraits, Lack, ModelEntry
-from gateway.fleet.engines.questions import ProbeError, Questions
+from gateway.fleet.engines.questions import Leaving, ProbeError, Questions, document_of
 
 
 class GenericAdapter:
@@ -18,6 +18,8 @@ class GenericAdapter:
         answer = await ask.get("/health")
         if answer.status_code == 404:
             answer = await ask.get("/v1/models")
+        if answer.status_code == 503 and document_of(answer).get("status") == "draining":
+            raise Leaving("draining")
         if answer.status_code >= 300:
             raise ProbeError(f"/health answers {answer.status_code}")
 

@@ -17,6 +17,10 @@ class ProbeError(Exception):
     """The worker does not answer as an OpenAI server does. The message says how; it is shown to operators."""
 
 
+class Leaving(ProbeError):
+    """The worker says that it is about to stop: it is not asked a second time before it is believed."""
+
+
 class Questions:
     """Questions to the worker at one URL. What goes wrong on the wire is a ProbeError that names the route."""
 
@@ -68,7 +72,10 @@ class Questions:
         try:
             return await self.http.request(method, self.url + path, **what)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise ProbeError(f"{path}: {type(error).__name__}") from None
+            raise ProbeError(f"{path}: {_reason(error)}") from None
+        except AttributeError:
+            # What httpx makes of a connection that is lost in the moment in which it opens.
+            raise ProbeError(f"{path}: connection lost") from None
 
     def reachable(self, endpoint: str) -> str:
         """A bound wildcard (`tcp://*:5557`) is reached at the worker's own host."""
@@ -77,6 +84,12 @@ class Questions:
         for wildcard in ("//*:", "//0.0.0.0:", "//[::]:", "//:::"):
             endpoint = endpoint.replace(wildcard, f"//{shown}:")
         return endpoint
+
+
+def _reason(error: Exception) -> str:
+    """In a word; of certificates in more, since somebody has to put them right."""
+    _, failed, why = str(error).partition("certificate verify failed: ")
+    return f"its certificate is not believed: {why.partition(' (_ssl')[0]}" if failed else type(error).__name__
 
 
 def document_of(answer: httpx.Response) -> Mapping[str, Any]:

@@ -11,7 +11,7 @@ from gateway.fleet.engines.vllm import vllm_load
 
 class RopewayAdapter(GenericAdapter):
     name = "ropeway"
-    traits = EngineTraits(salts=True, priorities=True, token_ids=True)
+    traits = EngineTraits(salts=True, priorities=True, token_ids=True, translated=True)
 
     async def discover(
         self, ask: Questions, models: Sequence[ModelEntry], earlier: Discovery | None = None

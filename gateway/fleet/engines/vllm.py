@@ -84,6 +84,18 @@ class VllmAdapter(GenericAdapter):
     name = "vllm"
     traits = EngineTraits(
         salts=True,
+        salted_paths=frozenset(
+            {
+                "/v1/messages",
+                "/v1/responses",
+                "/v1/embeddings",
+                "/v1/score",
+                "/score",
+                "/v1/rerank",
+                "/v2/rerank",
+                "/rerank",
+            }
+        ),
         priorities=True,
         token_ids=True,
         chat_token_ids=True,

@@ -53,7 +53,8 @@ def test_cached_equals_uncached(prompts: list[tuple[list[str], Naming, bool]]) -
     for segments, naming, complete in prompts * 2:
         rendered = Rendered(segments, complete)
         assert namer.name(PLAIN, naming, rendered) == naive(naming, rendered)
-        assert namer.tokens(PLAIN, rendered).tolist() == [t for segment in segments for t in PLAIN.encode(segment)]
+        ids = [token for segment in segments for token in PLAIN.encode(segment)]
+        assert namer.tokens(PLAIN, naming, rendered).tolist() == ids
 
 
 class UnderPressure(RuleBasedStateMachine):
@@ -289,3 +290,12 @@ class TestTokenIds:
     def test_ids_out_of_range(self, bad: list[int]) -> None:
         with pytest.raises(OverflowError):
             PromptNamer(1 << 20).name_tokens(NAMINGS[0], bad)
+
+
+def test_no_cache_is_shared_between_namings() -> None:
+    """How long naming takes says nothing of what was named under another key."""
+    namer, rendered = PromptNamer(1 << 20), Rendered(["short"], True)
+    first, second = NAMINGS[:2]
+    namer.name(PLAIN, first, rendered)
+    assert namer.look_up(PLAIN, first, rendered).last_tokens is not None
+    assert namer.look_up(PLAIN, second, rendered).last_tokens is None

@@ -1,7 +1,8 @@
-"""A TCP proxy on loopback that makes a network misbehave: late, silent, or cut; and that counts what passes."""
+"""A TCP proxy on loopback that makes a network misbehave: late, narrow, silent, ended, cut; and counts what passes."""
 
 import asyncio
 from collections import deque
+from math import inf
 from types import TracebackType
 from typing import Any, Self
 
@@ -9,15 +10,17 @@ from typing import Any, Self
 class FaultProxy:
     """`async with FaultProxy(port) as proxy:`, then connect to 127.0.0.1:`proxy.port` and turn faults on and off.
 
-    `latency_seconds` delays each direction by that much without narrowing it. While `silent`, connections stay open and
-    new ones are accepted, but nothing passes; it is held back, not lost. `cut` resets the connections, `close` refuses
-    them, `listen` accepts them again at the same port.
+    `latency_seconds` delays each direction by that much without narrowing it; `bytes_per_second` narrows each direction
+    of each connection. While `silent`, connections stay open and new ones are accepted, but nothing passes; it is held
+    back, not lost. `cut` resets the connections, `end_answers` ends them in good order towards the clients, whatever
+    was under way; `close` refuses them, `listen` accepts them again at the same port.
     """
 
     def __init__(self, target_port: int) -> None:
         self.target_port = target_port
         self.port = 0
         self.latency_seconds = 0.0
+        self.bytes_per_second = inf
         self.sent_bytes = 0
         """From clients to the server."""
         self.received_bytes = 0
@@ -60,6 +63,11 @@ class FaultProxy:
     def cut(self) -> None:
         for link in list(self.links):
             link.abort()
+
+    def end_answers(self) -> None:
+        """As a server that closes: the clients see the end of what they are being sent."""
+        for link in list(self.links):
+            link.end_answer()
 
     async def close(self) -> None:
         if self._listener is not None:
@@ -111,6 +119,12 @@ class _Link(asyncio.Protocol):
             if way is not None:
                 way.flush()
 
+    def end_answer(self) -> None:
+        way = self.receiving
+        if way is not None and way.target is not None and not way.ended and not way.target.is_closing():
+            way.ended = True
+            way.target.write_eof()
+
     def abort(self) -> None:
         self.proxy.links.discard(self)
         if self.connecting is not None:
@@ -150,11 +164,16 @@ class _Way:
         self.target: Any = None
         self.under_way: deque[bytes] = deque()
         self.arrived = 0
+        self.free_at = 0.0
+        self.ended = False
 
     def carry(self, data: bytes) -> None:
         self.under_way.append(data)
-        if self.proxy.latency_seconds:
-            asyncio.get_running_loop().call_later(self.proxy.latency_seconds, self._arrive)
+        loop = asyncio.get_running_loop()
+        self.free_at = max(self.free_at, loop.time()) + len(data) / self.proxy.bytes_per_second
+        arrives_at = self.free_at + self.proxy.latency_seconds
+        if arrives_at > loop.time():
+            loop.call_at(arrives_at, self._arrive)
         else:
             self._arrive()
 
@@ -166,5 +185,5 @@ class _Way:
         while self.arrived and self.target is not None and not self.proxy.silent:
             self.arrived -= 1
             data = self.under_way.popleft()
-            if not self.target.is_closing():
+            if not self.target.is_closing() and not self.ended:
                 self.target.write(data)

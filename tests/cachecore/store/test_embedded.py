@@ -70,6 +70,36 @@ async def test_a_killed_one_loses_little_and_starts_again(tmp_path: Path) -> Non
         await valkey.stop()
 
 
+async def test_one_that_ends_while_it_is_kept_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded, "KEEP_SECONDS", 0.02)
+    valkey = EmbeddedValkey(tmp_path)
+    await valkey.start()
+    keeping = asyncio.create_task(valkey.keep())
+    try:
+        assert await ask(valkey, "SET", "k", "v") == b"OK"
+        for _ in range(2):
+            first = valkey.pid
+            assert first is not None
+            assert embedded.server_pid(tmp_path) == first
+            os.kill(first, signal.SIGKILL)
+            await asyncio.to_thread(wait_until, lambda first=first: embedded.server_pid(tmp_path) not in (None, first))
+            assert embedded.server_pid(tmp_path) == valkey.pid
+            await asyncio.to_thread(wait_until, lambda: asyncio.run(ask(valkey, "GET", "k")) == b"v")
+        # One that only stands still is left alone.
+        pid = valkey.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(0.2)
+        os.kill(pid, signal.SIGCONT)
+        assert valkey.pid == embedded.server_pid(tmp_path) == pid
+    finally:
+        keeping.cancel()
+        await valkey.stop()
+    assert embedded.server_pid(tmp_path) is None
+    with pytest.raises(asyncio.CancelledError):
+        await keeping
+
+
 async def test_one_that_a_killed_gateway_left_is_taken_over(tmp_path: Path) -> None:
     program = (
         "import asyncio, sys, pathlib, os, signal\n"

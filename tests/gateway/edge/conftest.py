@@ -9,17 +9,19 @@ import contextlib
 import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import uvicorn
 import uvloop
 
-from gateway.edge.exchange import Deadlines, Ending
+from gateway.edge.contract import Deadlines, Ending, Patience
 from gateway.edge.http1 import HOP_BY_HOP, RequestHead, forwardable
 from gateway.edge.server import Edge, EdgeLimits, Inbound
 from gateway.edge.upstream import UpstreamPool
 from gateway.errors import BadRequest, Unauthorized
+from gateway.reliability.failures import Failure, Retry
 
 CLOSE = "close"
 RESET = "reset"
@@ -28,6 +30,7 @@ LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 Script = list[bytes | float | str]
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 BODY_BYTES_MAX = 1_000_000
+ATTEMPTS_MAX = 3
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> Mapping[str, LoopFactory]:
@@ -178,20 +181,33 @@ class Journey:
         lines.append(b"content-length: %d\r\n\r\n" % len(inbound.body))
         self.request_parts = [b"".join(lines), inbound.body]
         self.first_bytes = 0
-        self.retries: list[tuple[str, bool]] = []
+        self.failures: list[Failure] = []
+        self.patience: Callable[[], Patience] | None = None
+        self.second: Journey | None = None
         self.ends: list[Ended] = []
 
     def first_byte(self) -> None:
         self.first_bytes += 1
 
-    def retry(self, reason: str, elsewhere: bool) -> bool:
-        self.retries.append((reason, elsewhere))
-        if not elsewhere:
+    def failed(self, failure: Failure) -> bool:
+        self.failures.append(failure)
+        if failure.retry is Retry.SAME:
             return True
-        if not self._pools:
+        if failure.retry is Retry.NO or not self._pools or len(self.failures) == ATTEMPTS_MAX:
             return False
         self.connections = self._pools.pop(0)
         return True
+
+    def broke(self, failure: Failure) -> None:
+        self.failures.append(failure)
+
+    def hedge(self) -> "Journey | None":
+        """Asks the next worker."""
+        if not self._pools:
+            return None
+        self.second = Journey(self._pools, self.inbound)
+        self.second.answer_headers = b"x-gateway: second\r\n"
+        return self.second
 
     def ended(self, ending: Ending, status: int, body_bytes: int, tail: bytes) -> None:
         self.ends.append(Ended(ending, status, body_bytes, tail))
@@ -203,6 +219,7 @@ class Handler:
         self.journeys: list[Journey] = []
         self.decision_seconds: float | None = None
         self.strips_usage = False
+        self.patience: Patience | None = None
         self.failure: Exception | None = None
 
     def owns(self, method: str, path: str) -> bool:
@@ -228,6 +245,8 @@ class Handler:
             raise BadRequest("refused")
         journey = Journey(self.pools, inbound)
         journey.strips_usage = self.strips_usage
+        if self.patience is not None:
+            journey.patience = partial(lambda patience: patience, self.patience)
         self.journeys.append(journey)
         return journey
 
@@ -439,6 +458,7 @@ class Gateway:
         await eventually(lambda: not self.server.server_state.connections and not self.server.server_state.tasks)
         for journey in self.handler.journeys:
             assert len(journey.ends) == 1, "an exchange ends exactly once"
+            assert journey.second is None or len(journey.second.ends) == 1, "and so does its second leg"
         for pool in self.handler.pools:
             await eventually(lambda pool=pool: len(pool) == pool.idle)
             pool.close_idle()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gateway.edge.exchange import Ending
+from gateway.edge.contract import Ending
 from gateway.usage import Usage, read_usage
 
 CLOSE, HANG = "close", "hang"

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from gateway.edge.exchange import Ending
+from gateway.edge.contract import Ending
+from gateway.reliability.failures import BODY_CUT, CONNECT_REFUSED, CONNECTION_LOST, CONNECTION_STALE
 
 CLOSE, RESET, HANG = "close", "reset", "hang"
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
@@ -282,7 +283,7 @@ async def test_a_stale_connection_is_replaced(gateway: Any, end: str) -> None:
     for _ in range(2):
         client.post(b"again")
         assert (await client.answer()).content == b"ok"
-    assert gateway.handler.journeys[1].retries[0][1] is False
+    assert gateway.handler.journeys[1].failures == [CONNECTION_STALE]
     assert [request.body for request in worker.requests] == [b"again"] * 3
     assert len(worker.connections) == 2
 
@@ -298,7 +299,7 @@ async def test_stale_connections_are_not_tried_one_by_one(gateway: Any) -> None:
     worker.scripts = [[CLOSE], [OK]]
     clients[0].post()
     assert (await clients[0].answer()).status == 200
-    assert gateway.handler.journeys[-1].retries == [("connection lost", False)]
+    assert gateway.handler.journeys[-1].failures == [CONNECTION_STALE]
     assert len(worker.connections) == 6
 
 
@@ -308,7 +309,7 @@ async def test_a_refused_connection_leads_elsewhere(gateway: Any) -> None:
     client = await gateway.client()
     client.post(b"body")
     assert (await client.answer()).content == b"ok"
-    assert gateway.journey.retries == [("connection refused", True)]
+    assert gateway.journey.failures == [CONNECT_REFUSED]
     assert [request.body for request in worker.requests] == [b"body"]
 
 
@@ -343,7 +344,7 @@ async def test_a_worker_that_dies_unanswered_is_replaced(gateway: Any, end: str)
     client.post(b"body")
     assert (await client.answer()).content == b"ok"
     assert [request.body for request in first.requests + second.requests] == [b"body"] * 2
-    assert gateway.journey.retries[0][1] is True
+    assert gateway.journey.failures == [CONNECTION_LOST]
 
 
 @pytest.mark.parametrize(
@@ -427,7 +428,7 @@ async def test_a_stream_that_breaks_between_events_says_so(gateway: Any, count: 
     assert (error["type"], error["code"], rest) == ("server_error", "upstream_failed", b"")
     assert not answer.wire.endswith(b"0\r\n\r\n")
     assert gateway.journey.ends[0].ending is Ending.UPSTREAM_BROKE
-    assert gateway.journey.retries == []
+    assert gateway.journey.failures == [BODY_CUT]
     assert elsewhere.requests == []
 
 

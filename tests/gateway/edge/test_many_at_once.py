@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gateway.edge.exchange import Ending
+from gateway.edge.contract import Ending
 
 HANG, CLOSE = "hang", "close"
 EVENT = b"9\r\ndata: a\n\n\r\n"
@@ -76,13 +76,13 @@ async def test_a_request_that_is_tried_elsewhere_is_at_one_worker_at_a_time(gate
 
     def watched(inbound: Any) -> Any:
         journey = begin(inbound)
-        retry = journey.retry
+        failed = journey.failed
 
-        def counted(reason: str, elsewhere: bool) -> bool:
+        def counted(failure: Any) -> bool:
             held.append((len(pools[0]) - pools[0].idle, len(pools[1]) - pools[1].idle))
-            return retry(reason, elsewhere)  # type: ignore[no-any-return]
+            return failed(failure)  # type: ignore[no-any-return]
 
-        journey.retry = counted
+        journey.failed = counted
         return journey
 
     gateway.handler._journey = watched

@@ -1,14 +1,15 @@
 """Client connections over real sockets: messages one after another, hot and cold, refused and cut short."""
 
 import asyncio
+import contextlib
 import json
 from typing import Any
 
 import pytest
 
-from gateway.edge.exchange import Ending
+from gateway.edge.contract import Ending
 from gateway.edge.http1 import HEADER_BYTES_MAX
-from gateway.edge.server import normalize_target
+from gateway.edge.targets import normalize_target
 from gateway.errors import Unavailable
 
 CLOSE, HANG = "close", "hang"
@@ -390,6 +391,28 @@ async def test_chunked_bodies_are_bounded(gateway: Any) -> None:
     assert (await client.answer()).status == 413
 
 
+async def test_bodies_of_all_together_are_bounded(gateway: Any, settled: Any) -> None:
+    worker = await gateway.worker([0.2, *numbered(1)])
+    gateway.limit(requests_bytes_max=250_000)
+    first, second, third = [await gateway.client() for _ in range(3)]
+    first.post(b"x" * 100_000)
+    await settled(lambda: len(worker.requests) == 1)
+    second.send(b"POST /v1/x HTTP/1.1\r\nHost: h\r\nContent-Length: 120000\r\n\r\n" + b"x" * 119_000)
+    await settled(lambda: gateway.edge.requests_bytes == 219_000)
+    for client in (third, await gateway.client()):
+        client.post(b"x" * (40_000 if client is third else 400_000))
+        answer = await client.answer()
+        assert (answer.status, answer.get(b"retry-after")) == (503, b"1")
+        assert json.loads(answer.content)["error"]["code"] == "overloaded"
+    assert (await first.answer()).status == 200
+    second.send(b"x" * 1_000)
+    assert (await second.answer()).status == 200
+    for client in gateway.clients:
+        await client.close()
+    await settled(lambda: not gateway.edge.connections)
+    assert gateway.edge.requests_bytes == 0
+
+
 async def test_strangers_are_refused_before_their_body(gateway: Any) -> None:
     client = await gateway.client()
     client.send(
@@ -460,7 +483,7 @@ async def test_idle_connections_are_closed(gateway: Any) -> None:
     assert await silent.at_end()
 
 
-async def test_connections_are_bounded(gateway: Any) -> None:
+async def test_connections_are_bounded(gateway: Any, settled: Any) -> None:
     await gateway.worker(numbered(1))
     gateway.limit(connections_max=2)
     clients = [await gateway.client() for _ in range(2)]
@@ -468,10 +491,49 @@ async def test_connections_are_bounded(gateway: Any) -> None:
         client.post(b"{}")
         assert (await client.answer()).status == 200
     over = await gateway.client()
-    with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
-        await over.answer()
+    await asyncio.sleep(0.05)
+    over.post(b"{}")
+    answer = await over.answer()
+    assert (answer.status, answer.get(b"retry-after"), answer.get(b"connection")) == (503, b"1", b"close")
+    assert (answer.get(b"content-type"), answer.get(b"x-request-id")) == (b"application/json", b"none")
+    assert json.loads(answer.content)["error"]["type"] == "service_unavailable_error"
+    assert await over.at_end()
+    assert gateway.edge.turned_away_count == 1
     clients[0].post(b"{}")
     assert (await clients[0].answer()).status == 200
+    await clients[0].close()
+    await settled(lambda: len(gateway.edge.connections) == 1)
+    another = await gateway.client()
+    another.post(b"{}")
+    assert (await another.answer()).status == 200
+
+
+async def test_a_connection_too_many_may_be_sending_much(gateway: Any) -> None:
+    gateway.limit(connections_max=1)
+    await gateway.client()
+    over = await gateway.client()
+    over.send(b"POST /v1/x HTTP/1.1\r\nHost: h\r\nContent-Length: 8000000\r\n\r\n" + b"x" * 8_000_000)
+    assert (await over.answer()).status == 503
+    assert await over.at_end()
+
+
+async def test_connections_too_many_are_few_and_short(gateway: Any, settled: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("gateway.edge.refusing.AT_ONCE_MAX", 3)
+    monkeypatch.setattr("gateway.edge.refusing.SECONDS_MAX", 0.3)
+    gateway.limit(connections_max=1)
+    first = await gateway.client()
+    silent = [await gateway.client() for _ in range(3)]
+    await settled(lambda: len(gateway.edge.turned_away) == 3)
+    over = await gateway.client()
+    over.post(b"{}")
+    with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
+        await over.answer()
+    await settled(lambda: not gateway.edge.turned_away)
+    for client in silent:
+        with contextlib.suppress(ConnectionResetError):
+            assert await client.at_end()
+    assert gateway.edge.turned_away_count == 4
+    await first.close()
 
 
 async def test_a_sweep_survives_a_fault(gateway: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -487,26 +549,6 @@ async def test_a_sweep_survives_a_fault(gateway: Any, caplog: pytest.LogCaptureF
     caplog.clear()
     gateway.limit(keep_alive_seconds=0.0)
     assert await client.at_end()
-
-
-# Shutdown
-
-
-async def test_a_running_exchange_is_finished(gateway: Any) -> None:
-    await gateway.worker([0.3, b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nab\r\n", 0.2, b"0\r\n\r\n"])
-    idle, busy, cold = [await gateway.client() for _ in range(3)]
-    busy.post(b"{}")
-    cold.send(b"GET /slow HTTP/1.1\r\nHost: h\r\n\r\n")
-    await asyncio.sleep(0.1)
-    stopping = asyncio.create_task(gateway.server.shutdown())
-    assert await idle.at_end()
-    answer, cold_answer = await busy.answer(), await cold.answer()
-    assert (answer.content, answer.complete, answer.get(b"connection")) == (b"ab", True, b"close")
-    assert cold_answer.content == b"cold:"
-    assert await busy.at_end()
-    assert await cold.at_end()
-    await asyncio.wait_for(stopping, 5)
-    assert gateway.journey.ends[0].ending is Ending.COMPLETE
 
 
 async def test_many_clients_leave_nothing_behind(gateway: Any) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from gateway.edge.exchange import Ending
+from gateway.edge.contract import Ending
 
 CLOSE, RESET = "close", "reset"
 CHUNKED_HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"

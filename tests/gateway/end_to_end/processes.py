@@ -63,7 +63,7 @@ class Process:
         self.log = directory / f"{name}.log"
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", self.module, *arguments],
+                self._command(arguments),
                 cwd=REPOSITORY,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -78,6 +78,9 @@ class Process:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    def _command(self, arguments: Sequence[str]) -> list[str]:
+        return [sys.executable, "-m", self.module, *arguments]
 
     def said(self) -> str:
         return self.log.read_text(errors="replace")
@@ -103,6 +106,12 @@ class Process:
     def kill(self) -> None:
         """As a machine dies: no goodbye."""
         self._end(signal.SIGKILL)
+
+    def freeze(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
 
     def _end(self, number: signal.Signals) -> None:
         if self in LIVE:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from gateway.tenants import add_api_key
+from gateway.api_keys import add_api_key
 from tests.cachecore.store.servers import start_server
 from tests.gateway.end_to_end.processes import Fleet, Gateway, chat, eventually, new_keyring
 from tests.gateway.end_to_end.sharing import sharing_config

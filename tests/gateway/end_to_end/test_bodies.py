@@ -196,7 +196,7 @@ ROUTES = {
     "/v1/chat/completions": ("application/json", JSON),
     "/v1/completions": ("application/json", json.dumps({"model": MODEL, "prompt": "hi"}).encode()),
     "/v1/embeddings": ("application/json", json.dumps({"model": MODEL, "input": "hi"}).encode()),
-    "/v1/responses": ("application/json", json.dumps({"model": MODEL, "input": "hi"}).encode()),
+    "/v1/rerank": ("application/json", json.dumps({"model": MODEL, "query": "q", "documents": ["d"]}).encode()),
     "/v1/audio/transcriptions": ("multipart/form-data; boundary=b", FORM),
 }
 

@@ -225,7 +225,8 @@ def test_a_client_that_leaves_is_gone_at_the_worker_too(slow: tuple[Fleet, Gatew
     with httpx.Client(base_url=gateway.url, timeout=30, trust_env=False) as client:
         if stream:
             with client.stream("POST", "/v1/chat/completions", json=body) as answer:
-                assert next(answer.iter_lines()).startswith("data: {")
+                lines = answer.iter_lines()  # left alone, it would close the connection at once
+                assert next(lines).startswith("data: {")
                 assert gateway.worker(worker)["inflight"] == 1
                 left_at = time.time()
         else:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from gateway.config import load
 from gateway.errors import ConfigError
+from gateway.settings.loading import load
 from tests.gateway.end_to_end.conftest import Stack
 from tests.gateway.end_to_end.processes import Fleet, Gateway, chat, full_hit, worker_of
 

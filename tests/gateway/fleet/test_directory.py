@@ -45,6 +45,14 @@ class Fleet:
             raise NotFound(name)
         del self.workers[name]
 
+    async def drain(self, name: str, draining: bool) -> bool:
+        if name not in self.workers:
+            raise NotFound(name)
+        record = self.workers[name]
+        record.config = msgspec.structs.replace(record.config, draining=draining)
+        record.draining = draining
+        return False
+
     @property
     def urls(self) -> dict[str, str]:
         return {name: record.url for name, record in sorted(self.workers.items())}
@@ -133,6 +141,37 @@ async def test_a_worker_registered_with_one_is_known_to_all_and_removed_from_all
         await b.directory.remove(record.name)
         await until(lambda: a.fleet.urls == b.fleet.urls == c.fleet.urls == {})
         assert entries(server)[record.name]["removed"] is True
+
+
+async def test_a_drained_worker_is_drained_at_all_and_stays_what_it_was(server):
+    async with gateways(server, (), (), ()) as [a, b, c]:
+        name = (await a.directory.register(TWO)).name
+        await until(lambda: a.fleet.urls == b.fleet.urls == c.fleet.urls)
+        records = [gateway.fleet.workers[name] for gateway in (a, b, c)]
+        assert await b.directory.drain(name, True) is True
+        await until(lambda: all(record.draining for record in records))
+        await c.directory.drain(name, False)
+        await until(lambda: not any(record.draining for record in records))
+        # Nobody has registered it anew, which would forget what is known of its cache.
+        assert [gateway.fleet.workers[name] for gateway in (a, b, c)] == records
+        assert [gateway.fleet.registrations for gateway in (a, b, c)] == [1, 1, 1]
+
+
+async def test_a_gateway_that_comes_later_finds_a_worker_draining(server):
+    async with gateways(server, ()) as [a]:
+        name = (await a.directory.register(TWO)).name
+        await a.directory.drain(name, True)
+        async with gateways(server, ()) as [late]:
+            await until(lambda: name in late.fleet.workers)
+            assert late.fleet.workers[name].draining is True
+
+
+async def test_a_configured_worker_is_drained_by_each_gateway_for_itself(server):
+    async with gateways(server, (ONE,), (ONE,)) as [a, b]:
+        assert await a.directory.drain("one", True) is False
+        assert (a.fleet.workers["one"].draining, b.fleet.workers["one"].draining) == (True, False)
+        with pytest.raises(NotFound):
+            await a.directory.drain("nobody", True)
 
 
 async def test_all_that_is_said_of_a_worker_travels_and_what_a_later_version_says_is_left_out(server):

@@ -3,8 +3,10 @@
 import asyncio
 import json
 import logging
+import ssl
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from cachecore.prompts.plain import PlainRenderer
 from cachecore.rekey import Rekeyer
 from cachecore.scope import DEFAULT_TENANT, IdentityScope, Keyring, Naming
 from cachecore.trtllm_events import TrtllmEvents
-from gateway.config import ProbesConfig, WorkerConfig
+from gateway.config import ProbesConfig, UpstreamTlsConfig, WorkerConfig
 from gateway.fleet import polling
 from gateway.fleet.engines.contract import EventEndpoints
 from gateway.fleet.engines.discovery import ADAPTERS
@@ -28,6 +30,8 @@ from gateway.fleet.registry import Fleet
 from gateway.fleet.sequence import VoidReason
 from gateway.fleet.streams import Intakes, OwnStreams
 from gateway.fleet.texts import TextStreams
+from gateway.tls import upstream_context
+from tests.cachecore.transfer.certificates import Authority
 
 SIZE = 4
 HOLDER = Worker(WorkerName("w"), Epoch(1))
@@ -133,12 +137,18 @@ class World:
 
 @asynccontextmanager
 async def following(
-    server: Server, index: PrefixIndex | None = None, resume_from: int | None = None, rank: int = 0
+    server: Server,
+    index: PrefixIndex | None = None,
+    resume_from: int | None = None,
+    rank: int = 0,
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[World]:
     index, voided = index or MemoryIndex(), list[VoidReason]()
     rekeyer, source = Rekeyer(SIZE, lambda *_: NAMING), EventSource(server.url)
     decoder = TrtllmEvents(SIZE, rank=rank)
-    intake = PolledIntake(HOLDER, source, index, rekeyer, decoder, voided.append, resume_from=resume_from, pace=QUICK)
+    intake = PolledIntake(
+        HOLDER, source, index, rekeyer, decoder, voided.append, resume_from=resume_from, pace=QUICK, tls=tls
+    )
     await intake.start()
     yield World(intake, index, voided)
     await intake.stop()
@@ -158,6 +168,21 @@ async def test_what_is_told_is_in_the_index(server: Server) -> None:
         assert world.index.sequence(HOLDER) == 2
     assert all(asked.startswith(b"POST /kv_cache_events HTTP/1.1") for asked in server.asked)
     assert server.connections == 1
+
+
+async def test_over_tls_whom_the_fleet_believes_is_believed(tmp_path: Path) -> None:
+    server, files = Server(), Authority.make(tmp_path).certify("engine")
+    shown = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    shown.load_cert_chain(files.certificate, files.key)
+    listener = await asyncio.start_server(server.serve, "127.0.0.1", 0, ssl=shown)
+    server.url = f"https://127.0.0.1:{listener.sockets[0].getsockname()[1]}/kv_cache_events"
+    server.tell(stored(1))
+    async with following(server) as world:
+        await world.until(lambda: world.intake.stats().unanswered > 0)
+        assert server.asked == []
+    async with following(server, tls=upstream_context(UpstreamTlsConfig(ca=files.authority))) as world:
+        await world.holds(1)
+    listener.close()
 
 
 async def test_nothing_to_tell_is_no_batch(server: Server) -> None:

@@ -12,10 +12,10 @@ from cachecore.holders import Epoch
 from cachecore.prompts.plain import PlainRenderer
 from gateway.config import WorkerConfig
 from gateway.fleet import parity
-from gateway.fleet.engines.contract import Discovery, Lack
+from gateway.fleet.engines.contract import Discovery, EngineTraits, Lack
 from gateway.fleet.engines.generic import GenericAdapter
 from gateway.fleet.engines.questions import ProbeError, Questions
-from gateway.fleet.scrutiny import SAMPLES_AT_ONCE, SAMPLES_PER_SECOND, Sample, SampleBudget, Scrutiny
+from gateway.fleet.scrutiny import SAMPLES_AT_ONCE, SAMPLES_PER_SECOND, UNSALTED, Sample, SampleBudget, Scrutiny
 from gateway.fleet.worker import ModelPool, Parity, WorkerRecord
 
 QUESTION = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
@@ -46,11 +46,11 @@ class Engine(GenericAdapter):
 
 
 @asynccontextmanager
-async def scrutiny_of(engine: Engine) -> AsyncIterator[tuple[WorkerRecord, Scrutiny]]:
+async def scrutiny_of(engine: Engine, divided: bool = False) -> AsyncIterator[tuple[WorkerRecord, Scrutiny]]:
     record = WorkerRecord.of(WorkerConfig(url="http://127.0.0.1:1", name="w"))
     record.adapter, record.discovery, record.epoch, record.parity = engine, Discovery({}), Epoch(5), Parity.PROVEN
     async with httpx.AsyncClient() as http:
-        scrutiny = Scrutiny(record, http, SampleBudget())
+        scrutiny = Scrutiny(record, http, SampleBudget(), divided)
         task = asyncio.create_task(scrutiny.run())
         yield record, scrutiny
         task.cancel()
@@ -69,6 +69,14 @@ async def test_a_life_is_asked_once_what_it_lacks(caplog: pytest.LogCaptureFixtu
         scrutiny.sample(Sample(POOL, QUESTION))
         await until(lambda: record.adapter.asked == 1)  # type: ignore[attr-defined]
     assert caplog.text.count("worker w lacks --flag: it costs; set it") == 1
+
+
+@pytest.mark.parametrize("salts", [False, True])
+async def test_an_engine_that_keeps_nobody_apart_is_named_where_there_are_tenants(salts: bool) -> None:
+    async with scrutiny_of(Engine(), divided=True) as (record, scrutiny):
+        record.traits = EngineTraits(salts=salts)
+        scrutiny.life_begun()
+        await until(lambda: record.lacks == ((LACK,) if salts else (LACK, UNSALTED)))
 
 
 async def test_a_busy_engine_is_asked_again_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -264,7 +264,7 @@ async def test_other_errors(http: httpx.AsyncClient, client: openai.AsyncOpenAI)
     assert unknown.value.code == "model_not_found"
     broken = await http.post("/v1/completions", content=b'{"prompt": "x"')
     assert (broken.status_code, broken.json()["error"]["type"]) == (400, "invalid_request_error")
-    assert (await http.get("/none/such")).json()["error"]["message"] == "Not Found"
+    assert (await http.get("/none/such")).json()["error"]["message"] == "there is no /none/such here"
     assert (await http.get("/v1/completions")).status_code == 405
 
 

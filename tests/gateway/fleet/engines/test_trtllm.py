@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from gateway.fleet.engines.contract import EventEndpoint, EventEndpoints
+from gateway.fleet.engines.discovery import TRANSLATED_PATHS
 from gateway.fleet.engines.trtllm import NO_BLOCK_SIZE, NO_START_TIME, TOLD_ONCE, TrtllmAdapter
 
 WHOLE = {
@@ -49,7 +50,12 @@ async def test_nothing_is_asked_that_it_tells_only_once(scripted: Any) -> None:
     assert list(await adapter.lacks(worker.ask, discovery)) == [NO_BLOCK_SIZE, TOLD_ONCE, NO_START_TIME]
     assert await adapter.load(worker.ask) is None
     assert await adapter.tokenize(worker.ask, {"model": "llama", "prompt": "a"}) is None
-    assert {asked.path for asked in worker.engine.asked} == {"/v1/models", "/version", "/health"}
+    assert {asked.path for asked in worker.engine.asked} == {
+        "/v1/models",
+        "/version",
+        "/health",
+        *TRANSLATED_PATHS,
+    }
 
 
 async def test_its_version_is_asked_for_once(scripted: Any) -> None:
