@@ -53,12 +53,13 @@ class Tracing:
         }
         path = request.head.path.decode("latin-1")
         operation, model = _OPERATIONS.get(path, path.rpartition("/")[2]), request.model
-        return self._tracer.start_span(
+        span: Span = self._tracer.start_span(
             f"{operation} {model}",
             self._propagator.extract(told),
             SpanKind.CLIENT,
             {"gen_ai.operation.name": operation, "gen_ai.request.model": model},
         )
+        return span
 
     def header_lines(self, span: Span) -> bytes:
         """What the worker is told, so that its spans are children of ours."""
