@@ -196,58 +196,10 @@ class Gateway:
         self.traffic = Traffic(self.metrics, self.receipts, inflight, transfers)
         self.pipeline.translator = Translator(config.api.translation)
         self.batches = self._batches()
-        self.status = StatusView(
-            _version(),
-            lambda: self.pipeline.settings.policy,
-            self.fleet,
-            self.knowledge,
-            self.metrics,
-            self.receipts,
-            self.prompts,
-            self.traffic,
-            self.sharing.document if self.sharing else None,
-            self.transfers.document if self.transfers else None,
-            self.disaggregation.document,
-            self.admission.document if self.admission else None,
-            self.shadows.document if self.shadows else None,
-        )
+        self.status = self._status()
         self.feed = Feed(self.status)
-        self.collectors = CollectorRegistry()
-        self.collectors.register(GatewayCollector(self.metrics, self.fleet, self.knowledge))
-        self.collectors.register(TrustCollector(self.trust, self.fleet.workers))
-        self.collectors.register(ReliabilityCollector(self.fleet.safeguards, self.fleet.workers))
-        if self.sharing is not None:
-            self.collectors.register(SharingCollector(self.sharing))
-        if self.transfers is not None:
-            self.collectors.register(TransferCollector(self.transfers.metrics, self.transfers.accounts.__len__))
-            self.collectors.register(PoolCollector(self.pools))
-            self.collectors.register(QualityCollector(self.guard))
-        self.collectors.register(DisaggregationCollector(self.disaggregation.metrics))
-        self.collectors.register(AccessCollector(self.access))
-        if self.admission is not None:
-            self.collectors.register(AdmissionCollector(self.admission))
-        if self.shadows is not None:
-            self.collectors.register(ShadowCollector(self.shadows))
-        if self.passages is not None:
-            self.collectors.register(PassageCollector(self.passages))
-        timeouts, limits = config.timeouts, config.limits
-        deadlines = Deadlines(timeouts.connect_seconds, timeouts.first_byte_seconds, timeouts.idle_seconds)
-        edge_limits = EdgeLimits(
-            limits.body_bytes_max,
-            limits.connections_max,
-            timeouts.idle_seconds,
-            timeouts.idle_seconds,
-            limits.header_bytes_max,
-            timeouts.write_seconds,
-            limits.requests_bytes_max,
-        )
         self.cors = Cors(config.cors)
-        self.edge = (
-            CorsEdge(self.pipeline, edge_limits, deadlines, self.cors)
-            if self.cors.enabled
-            else Edge(self.pipeline, edge_limits, deadlines)
-        )
-        self.collectors.register(FlightCollector(self.knowledge, self.fleet))
+        self.edge = self._edge()
         self.request_log = (
             logs.RequestLog(config.logs.format, config.logs.requests == "errors")
             if config.logs.requests != "none"
@@ -262,10 +214,68 @@ class Gateway:
         parts = Parts(self.fleet, self.pipeline, self.admission, self.edge, self.access, configured)
         self.reloader = Reloader(request or Request(), config, parts)
         self.status.configuration = self.reloader.document
-        self.collectors.register(EdgeCollector(self.edge))
-        self.collectors.register(SizeCollector(self))
+        self.collectors = self._collectors()
         self._admin_key = OperatorKey.load(config.admin.key_file)
         self._metrics_key = OperatorKey.load(config.metrics.key_file)
+
+    def _status(self) -> StatusView:
+        return StatusView(
+            _version(),
+            lambda: self.pipeline.settings.policy,
+            self.fleet,
+            self.knowledge,
+            self.metrics,
+            self.receipts,
+            self.prompts,
+            self.traffic,
+            self.sharing.document if self.sharing else None,
+            self.transfers.document if self.transfers else None,
+            self.disaggregation.document,
+            self.admission.document if self.admission else None,
+            self.shadows.document if self.shadows else None,
+        )
+
+    def _edge(self) -> Edge:
+        timeouts, limits = self.config.timeouts, self.config.limits
+        deadlines = Deadlines(timeouts.connect_seconds, timeouts.first_byte_seconds, timeouts.idle_seconds)
+        edge_limits = EdgeLimits(
+            limits.body_bytes_max,
+            limits.connections_max,
+            timeouts.idle_seconds,
+            timeouts.idle_seconds,
+            limits.header_bytes_max,
+            timeouts.write_seconds,
+            limits.requests_bytes_max,
+        )
+        if self.cors.enabled:
+            return CorsEdge(self.pipeline, edge_limits, deadlines, self.cors)
+        return Edge(self.pipeline, edge_limits, deadlines)
+
+    def _collectors(self) -> CollectorRegistry:
+        """What is asked when somebody scrapes."""
+        registry = CollectorRegistry()
+        register = registry.register
+        register(GatewayCollector(self.metrics, self.fleet, self.knowledge))
+        register(TrustCollector(self.trust, self.fleet.workers))
+        register(ReliabilityCollector(self.fleet.safeguards, self.fleet.workers))
+        if self.sharing is not None:
+            register(SharingCollector(self.sharing))
+        if self.transfers is not None:
+            register(TransferCollector(self.transfers.metrics, self.transfers.accounts.__len__))
+            register(PoolCollector(self.pools))
+            register(QualityCollector(self.guard))
+        register(DisaggregationCollector(self.disaggregation.metrics))
+        register(AccessCollector(self.access))
+        if self.admission is not None:
+            register(AdmissionCollector(self.admission))
+        if self.shadows is not None:
+            register(ShadowCollector(self.shadows))
+        if self.passages is not None:
+            register(PassageCollector(self.passages))
+        register(FlightCollector(self.knowledge, self.fleet))
+        register(EdgeCollector(self.edge))
+        register(SizeCollector(self))
+        return registry
 
     def _contents(self) -> ContentFeed | None:
         """Where blocks' texts lie; None where nobody looks them up."""
