@@ -16,7 +16,7 @@ PACKAGES := ropeway.py cachecore policies gateway workers loadtest
 OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo reference soak test test-deploy test-envoy test-dashboard test-clients test-faults test-moving test-pools test-quality test-schema test-servers test-timing test-traces test-transports test-vllm check format fuzz sim bench clean
+.PHONY: help setup demo reference soak test test-deploy test-envoy test-dashboard test-clients test-faults test-moving test-pools test-quality test-schema test-servers test-stacks test-timing test-traces test-transports test-vllm check format fuzz sim bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
@@ -75,6 +75,10 @@ fuzz: setup ## the parsers of all that others send, FUZZ_SECONDS=600 each (hours
 
 soak: setup ## one gateway under everything at once: does anything go on growing? (half an hour; SOAK_SECONDS=)
 	$(BIN)/python -m pytest -s -m soak tests/soak
+
+test-stacks: setup ## whole stacks of processes: several gateways, batches, limits, TLS, reload, restarts (some minutes)
+	@$(BIN)/ropeway model fetch smollm2
+	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest -n 2 --dist loadfile -m stacks
 
 test-servers: setup ## the mirror on Debian's Redis and on a cluster of three, too (some minutes)
 	$(BIN)/python -m pytest -m servers tests/cachecore/index

@@ -1,6 +1,7 @@
 """The pages of the command line: every command with its flags, and what commands end with."""
 
 import argparse
+import importlib
 from collections.abc import Iterator
 
 import ropeway
@@ -79,7 +80,10 @@ def _note(parser: argparse.ArgumentParser) -> str:
 
 
 def _errors() -> list[type[StartupError]]:
+    """The general one first. A class is known once its module is loaded."""
+    for module in ("gateway.fleet.agreement", "gateway.supervisor"):
+        importlib.import_module(module)
     found: list[type[StartupError]] = [StartupError]
     for kind in found:
         found += kind.__subclasses__()
-    return found
+    return [StartupError, *sorted(found[1:], key=lambda kind: kind.__name__)]

@@ -27,6 +27,8 @@ from tests.gateway.end_to_end.processes import (
 )
 from tests.security.house import House, built
 
+pytestmark = pytest.mark.stacks
+
 
 @pytest.fixture(scope="module")
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:

@@ -14,6 +14,8 @@ import pytest
 from gateway.api_keys import add_api_key
 from tests.gateway.end_to_end.processes import HOST, Gateway, chat, eventually, free_ports
 
+pytestmark = pytest.mark.stacks
+
 MODEL = "confided"
 ADMIN_KEY = "operator-0123456789-secret"
 REDIS_PASSWORD = "hunter2-redis-password"

@@ -24,6 +24,8 @@ from tests.cachecore.transfer.certificates import Authority
 from tests.gateway.end_to_end.processes import HOST, Fleet, Gateway, Process, chat, eventually, free_ports, new_keyring
 from tests.security.relay import TlsRelay
 
+pytestmark = pytest.mark.stacks
+
 
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:

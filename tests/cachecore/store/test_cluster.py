@@ -11,6 +11,8 @@ from tests.cachecore.store.conftest import Open
 from tests.cachecore.store.servers import Cluster, start_cluster
 from tests.cachecore.store.test_faults import eventually
 
+pytestmark = pytest.mark.stacks
+
 SET = Script("set", "redis.call('SET', KEYS[1], ARGV[1]) return redis.call('GET', KEYS[1])")
 KEYS = [b"k:{%d}" % index for index in range(32)]
 

@@ -14,6 +14,8 @@ from tests.clients.talking import TalkingWorker
 from tests.gateway.end_to_end.processes import MODEL, Fleet, Gateway, eventually, new_keyring
 from tests.gateway.end_to_end.test_tenants import new_key
 
+pytestmark = pytest.mark.stacks
+
 CHAT = "/v1/chat/completions"
 
 

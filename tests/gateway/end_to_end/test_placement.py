@@ -31,6 +31,8 @@ from tests.gateway.end_to_end.processes import (
 )
 from workers.timing import Chunk, DecodeLoad, profile_named
 
+pytestmark = pytest.mark.stacks
+
 WORKERS = 4
 CONVERSATIONS = 40
 TURNS = 6

@@ -23,6 +23,8 @@ from tests.gateway.end_to_end.processes import (
     matched_tokens,
 )
 
+pytestmark = pytest.mark.stacks
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

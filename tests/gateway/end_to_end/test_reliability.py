@@ -12,6 +12,8 @@ import pytest
 from tests.gateway.end_to_end.faulty import FaultyWorker, completion
 from tests.gateway.end_to_end.processes import Gateway, eventually, worker_of
 
+pytestmark = pytest.mark.stacks
+
 PATH = "/v1/completions"
 CONFIG: dict[str, Any] = {
     "policy": "round-robin",

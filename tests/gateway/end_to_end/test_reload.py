@@ -14,6 +14,8 @@ import yaml
 
 from tests.gateway.end_to_end.processes import Fleet, Gateway, chat, eventually, worker_of
 
+pytestmark = pytest.mark.stacks
+
 NAME = "reloaded"
 
 

@@ -37,6 +37,8 @@ from tests.gateway.end_to_end.processes import (
 )
 from tests.gateway.end_to_end.sharing import Member, SharingStack, sharing_config
 
+pytestmark = pytest.mark.stacks
+
 FLAGS = ("--speed", "50", "--blocks", "320")
 PROMPT_CHARACTERS = 480
 FILLING = 60

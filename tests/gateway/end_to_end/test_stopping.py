@@ -11,6 +11,8 @@ import pytest
 
 from tests.gateway.end_to_end.processes import HOST, Fleet, Gateway, Process, chat, eventually, worker_of
 
+pytestmark = pytest.mark.stacks
+
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:

@@ -16,6 +16,8 @@ import pytest
 
 from tests.gateway.end_to_end.processes import Fleet, Gateway, new_keyring
 
+pytestmark = pytest.mark.stacks
+
 ROOT = Path(__file__).parents[3]
 
 

@@ -329,7 +329,7 @@ async def test_metrics_have_vllms_names(http: httpx.AsyncClient) -> None:
         sample.name: sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
-        if sample.labels.get("finished_reason", "length") == "length"
+        if sample.labels.get("finished_reason", "length") == "length" and sample.name.startswith("vllm:")
     }
     assert samples == {
         "vllm:num_requests_running": 0,
