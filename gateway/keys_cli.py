@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gateway.arguments import command
+
 if TYPE_CHECKING:
     from gateway.api_keys import ApiKeyRecord, KeyShelf
-
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+    from gateway.arguments import Subparsers
 
 
 def add_keys(subparsers: "Subparsers") -> None:
-    parser = _parser(
+    parser = command(
         subparsers,
         "keys",
         "make, list and revoke API keys of tenants, and make the keyring that gateways share",
@@ -35,7 +36,7 @@ Running gateways follow the file, and a server's keys, within a second or two.""
 
 
 def _add_new(actions: "Subparsers") -> None:
-    new = _parser(
+    new = command(
         actions,
         "new",
         "print a new key once and keep its hash",
@@ -56,7 +57,7 @@ def _add_new(actions: "Subparsers") -> None:
 
 
 def _add_list(actions: "Subparsers") -> None:
-    listed = _parser(
+    listed = command(
         actions,
         "list",
         "what is kept of each key; the keys themselves are kept nowhere",
@@ -70,7 +71,7 @@ def _add_list(actions: "Subparsers") -> None:
 
 
 def _add_revoke(actions: "Subparsers") -> None:
-    revoked = _parser(
+    revoked = command(
         actions,
         "revoke",
         "forget keys by their id, or all of a tenant's",
@@ -88,7 +89,7 @@ Requests that have begun are answered to their end; whatever comes after is refu
 
 
 def _add_keyring(actions: "Subparsers") -> None:
-    keyring = _parser(
+    keyring = command(
         actions,
         "keyring",
         "make the secrets that gateways (and workers that name blocks themselves) have in common",
@@ -200,13 +201,3 @@ def _run_keyring(arguments: argparse.Namespace) -> int:
         raise StartupError(f"{arguments.file}: {error.strerror}") from error
     print(json.dumps({"file": str(arguments.file)}) if arguments.json else f"{arguments.file} is made; keep it secret.")
     return 0
-
-
-def _parser(subparsers: "Subparsers", name: str, summary: str, epilog: str) -> argparse.ArgumentParser:
-    return subparsers.add_parser(
-        name,
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
