@@ -63,7 +63,6 @@ class Worker:
         self.scripts: list[Script] = []
         self.requests: list[WorkerRequest] = []
         self.connections: list[WorkerConnection] = []
-        self.written_bytes = 0
         self._server: asyncio.AbstractServer | None = None
 
     async def start(self) -> UpstreamPool:
@@ -131,7 +130,6 @@ class WorkerConnection(asyncio.Protocol):
                 return
             if isinstance(step, bytes):
                 self.transport.write(step)
-                self._worker.written_bytes += len(step)
                 await self._writable.wait()
             elif isinstance(step, float):
                 await asyncio.sleep(step)
@@ -396,6 +394,13 @@ class Gateway:
         assert len(self.handler.journeys) == 1
         return self.handler.journeys[0]
 
+    @property
+    def read_workers(self) -> int:
+        """Connections to workers that are being read. What a worker could write does not tell: the system's own
+        buffers between two sockets hold 36 MB on one machine and 6 on another."""
+        connections = [connection for pool in self.handler.pools for connection in pool._open]
+        return sum(connection.transport is not None and connection.transport.is_reading() for connection in connections)
+
     async def start(self) -> None:
         self.edge = Edge(self.handler, self.limits, self.deadlines)
         config = uvicorn.Config(
@@ -438,6 +443,9 @@ class Gateway:
     async def client(self, receive_buffer_bytes: int | None = None) -> Client:
         opened = socket.socket()
         if receive_buffer_bytes is not None:
+            # On the gateway's side, too: a system may hold 4 MB and more for a socket by itself.
+            listener = self.server.servers[0].sockets[0]
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, receive_buffer_bytes)
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)
         opened.setblocking(False)
         await asyncio.get_running_loop().sock_connect(opened, ("127.0.0.1", self.port))
