@@ -3,8 +3,8 @@
     python tests/fuzz/run.py [--seconds 600] [--seed N] [--jobs 1] [--crashes DIRECTORY] [TARGET ...]
     python tests/fuzz/run.py --repeat FILE TARGET
 
-Each target runs so long, from a seed that is printed: the inputs of one seed are always the same. The first finding of
-a target ends it; its input is printed and, with `--crashes`, written to that directory.
+Each target runs so many seconds of processor time, from a seed that is printed: the inputs of one seed are always the
+same. The first finding of a target ends it; its input is printed and, with `--crashes`, written to that directory.
 """
 
 import argparse
