@@ -6,6 +6,7 @@ from types import CoroutineType
 from typing import Any, NamedTuple
 
 from gateway.api.answers import AnswerReader
+from gateway.api.errors import error_event
 from gateway.api.translated import Translated, TranslatedExchange
 from gateway.edge.contract import Deadlines, Listener
 from gateway.edge.exchange import Exchange
@@ -75,6 +76,9 @@ class Call:
 
     def answer_error(self, error: ServiceError) -> None:
         self._fail(error)
+
+    def error_event(self, error: ServiceError) -> bytes:
+        return error_event("/v1/chat/completions", error)
 
     def abort(self, reset: bool) -> None:
         self._fail(UpstreamFailed("The worker broke off before the end of its answer."))

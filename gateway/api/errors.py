@@ -9,6 +9,7 @@ from gateway.errors import BadRequest, ServiceError
 
 MESSAGES_PATHS = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 """Where clients expect Anthropic's form."""
+RESPONSES_PATH = "/v1/responses"
 
 _TYPES: Mapping[int, str] = {
     400: "invalid_request_error",
@@ -39,6 +40,16 @@ def error_body(path: str, error: ServiceError) -> bytes:
     if path in MESSAGES_PATHS:
         return orjson.dumps(anthropic_error(error.status, error.message))
     return error.body()
+
+
+def error_event(path: str, error: ServiceError) -> bytes:
+    """The last event of a broken stream, in the form that the clients of a route know."""
+    if path in MESSAGES_PATHS:
+        return b"event: error\ndata: %b\n\n" % error_body(path, error)
+    if path == RESPONSES_PATH:
+        document = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
+        return b"event: error\ndata: %b\n\n" % orjson.dumps(document)
+    return b"data: %b\n\n" % error.body()
 
 
 def anthropic_error(status: int, message: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import orjson
 
 from gateway.api.answers import AnswerReader
 from gateway.api.chats import ChatEvents, json_object
-from gateway.api.errors import message_of
+from gateway.api.errors import error_event, message_of
 from gateway.api.forms import Asked, Stream
 from gateway.edge.contract import Client, Deadlines, Listener
 from gateway.edge.exchange import Exchange
@@ -99,6 +99,9 @@ class TranslatedExchange:
         if not self._over:
             self._over = True
             self._client.answer_error(error)
+
+    def error_event(self, error: ServiceError) -> bytes:
+        return error_event("/v1/chat/completions", error)
 
     def abort(self, reset: bool) -> None:
         if self._over:

@@ -13,8 +13,6 @@ The rules of the file:
 import asyncio
 import logging
 
-import orjson
-
 from gateway.edge.answer_head import brings_events, forwarded_lines
 from gateway.edge.contract import Attempt, Client, Deadlines, Ending, Listener, Patience
 from gateway.edge.hedge import Hedge
@@ -388,8 +386,7 @@ class Exchange:
         self._report_broken(failure)
         told = self._event_may_follow(connection)
         if told:
-            error = {"message": failure.message, "type": "server_error", "param": None, "code": failure.code}
-            self._write_event(b"data: %b\n\n" % orjson.dumps({"error": error}))
+            self._write_event(self._client.error_event(failure.error()))
         self._end(Ending.STOPPED if failure is STOPPED_MIDWAY else Ending.UPSTREAM_BROKE)
         self._client.abort(reset=self._unframed and not told)
 

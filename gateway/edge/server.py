@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import msgspec
 
-from gateway.api.errors import error_body
+from gateway.api.errors import error_body, error_event
 from gateway.api.translated import Translated, TranslatedExchange
 from gateway.edge.contract import Deadlines, Listener
 from gateway.edge.exchange import Exchange
@@ -530,6 +530,9 @@ class EdgeProtocol(asyncio.Protocol):
         self._closing |= not keep_alive
         self._write_error(error)
         self._message_done(keep_alive)
+
+    def error_event(self, error: ServiceError) -> bytes:
+        return error_event(self._path, error)
 
     def abort(self, reset: bool) -> None:
         self._exchange = None

@@ -432,6 +432,28 @@ async def test_a_stream_that_breaks_between_events_says_so(gateway: Any, count: 
 
 
 @pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        (b"/v1/messages", {"type": "error", "error": {"type": "api_error", "message": BODY_CUT.message}}),
+        (
+            b"/v1/responses",
+            {"type": "error", "code": "upstream_failed", "message": BODY_CUT.message, "param": None},
+        ),
+    ],
+)
+async def test_a_break_is_told_in_the_form_of_the_api(gateway: Any, path: bytes, said: dict[str, Any]) -> None:
+    """Whose streams a worker may bring by itself."""
+    await gateway.worker([STREAM_HEAD, event("x"), 0.02, CLOSE])
+    client = await gateway.client()
+    client.post(b"{}", path)
+    answer = await client.answer()
+    assert not answer.complete
+    name, data = answer.content.removeprefix(b'data: {"text":"x"}\n\n').split(b"\n", 1)
+    assert name == b"event: error"
+    assert json.loads(data.removeprefix(b"data: ")) == said
+
+
+@pytest.mark.parametrize(
     "rest",
     [
         pytest.param(event("b")[:9], id="within a chunk"),
