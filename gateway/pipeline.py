@@ -169,8 +169,8 @@ class Pipeline:
     def begin_for(
         self, tenant: str, inbound: Inbound
     ) -> Journey | Translated | Coroutine[Any, Any, Journey | Translated]:
-        """As `begin`, for a tenant that is not there itself."""
-        owner = Tenant(TenantId(tenant))
+        """As `begin`, for a tenant that is not there itself. Its request goes on for as long as it has any key."""
+        owner = self.tenants.absent(TenantId(tenant))
         if self.limits is not None:
             self.limits.admit(owner)
         request = read_request(inbound, owner, self.fleet, self._bodies)

@@ -50,11 +50,12 @@ class Tenant:
 class Roster:
     """The keys that are good at one time."""
 
-    __slots__ = ("_by_digest", "complete")
+    __slots__ = ("_by_digest", "_ids", "complete")
 
     def __init__(self, tenants_by_digest: Mapping[bytes, Tenant], complete: bool = True) -> None:
         """Keyed by SHA-256 of the API key. `complete`: no further keys are kept where they could not be read yet."""
         self._by_digest = {digest: (digest, tenant) for digest, tenant in tenants_by_digest.items()}
+        self._ids = {tenant.id for tenant in tenants_by_digest.values()}
         self.complete = complete
 
     def __len__(self) -> int:
@@ -63,6 +64,10 @@ class Roster:
     def find(self, digest: bytes) -> Tenant | None:
         stored = self._by_digest.get(digest)
         return stored[1] if stored is not None and hmac.compare_digest(stored[0], digest) else None
+
+    def has(self, tenant: TenantId) -> bool:
+        """Whether any key is the tenant's."""
+        return tenant in self._ids
 
     def tenants(self) -> list[Tenant]:
         return [tenant for _, tenant in self._by_digest.values()]
@@ -87,6 +92,15 @@ class Tenants:
     @property
     def open(self) -> bool:
         return self._default is not None
+
+    def absent(self, tenant_id: TenantId) -> Tenant:
+        """A tenant for whom something is done while it is not there. Raises Unauthorized where it has no key any
+        longer; Unavailable while keys cannot be read."""
+        if self._default is None and not self.roster.has(tenant_id):
+            if not self.roster.complete:
+                raise Unavailable("API keys cannot be checked at this moment")
+            raise Unauthorized("the tenant has no API key any longer")
+        return Tenant(tenant_id)
 
     def authenticate(self, authorization: bytes | None) -> Tenant:
         """The tenant of an `Authorization` header. Raises Unauthorized; Unavailable while keys cannot be read."""

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from cachecore.scope import DEFAULT_TENANT
+from cachecore.scope import DEFAULT_TENANT, TenantId
 from gateway.api_keys import add_api_key
-from gateway.errors import ConfigError, Unauthorized
+from gateway.errors import ConfigError, Unauthorized, Unavailable
 from gateway.tenants import KeyWatch, OperatorKey, Roster, Tenant, Tenants
 
 
@@ -118,6 +118,18 @@ def test_a_broken_file_gets_no_further_keys(keys_file: Path) -> None:
     with pytest.raises(ConfigError):
         add_api_key(keys_file, "acme")
     assert keys_file.read_text() == "{\n"
+
+
+def test_what_is_done_for_a_tenant_ends_with_its_last_key(keys_file: Path) -> None:
+    add_api_key(keys_file, "acme")
+    tenants = loaded(keys_file)
+    assert tenants.absent(TenantId("acme")) == Tenant(TenantId("acme"))
+    with pytest.raises(Unauthorized):
+        tenants.absent(TenantId("globex"))
+    tenants.roster = Roster({}, complete=False)
+    with pytest.raises(Unavailable):
+        tenants.absent(TenantId("acme"))
+    assert Tenants(None).absent(TenantId("anyone")).id == "anyone"
 
 
 def test_operator_key(tmp_path: Path) -> None:
