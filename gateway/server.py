@@ -353,11 +353,12 @@ class Gateway:
         loop.add_signal_handler(signal.SIGHUP, self.reloader.wanted)
         # Whoever listens before it knows a worker refuses what another gateway would have answered.
         await self.fleet.probed(self.config.probes.timeout_seconds)
+        batches: asyncio.Task[None] | None = None
         if self.batches is not None:
             runner = BatchRunner(
                 self.batches, self.pipeline.begin_for, self.edge.deadlines, self.config.priorities.highest
             )
-            owned.append(asyncio.create_task(runner.run(), name="batches"))
+            owned.append(batches := asyncio.create_task(runner.run(), name="batches"))
         owned.append(asyncio.create_task(self.reloader.run(), name="configuration"))
         tasks = [asyncio.create_task(server.run_until_left(), name="server") for server in servers]
         stopped = asyncio.create_task(stop.wait(), name="stop signal")
@@ -365,6 +366,8 @@ class Gateway:
             await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
         finally:
             self.status.draining = True
+            if batches is not None:
+                batches.cancel()  # nobody waits for them: another gateway goes on with them at once
             await self.feed.close()
             await stop.run(servers, tasks, self._break_off)
             if picker is not None:

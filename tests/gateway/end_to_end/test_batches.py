@@ -1,6 +1,7 @@
 """Files and batches, through the `openai` library and a real gateway: run, isolated, cancelled, gone on with."""
 
 import json
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -218,6 +219,27 @@ def test_another_gateway_goes_on_where_one_has_died(tmp_path: Path) -> None:
             found = answers(client, done.output_file_id)
     assert (done.status, sorted(found)) == ("completed", [f"q{number}" for number in range(5)])
     assert [found[f"q{n}"]["response"]["body"].get("choices") == [] for n in range(5)] == [False] * 3 + [True] * 2
+
+
+def test_a_gateway_that_leaves_begins_no_more_and_another_goes_on(tmp_path: Path) -> None:
+    kept = {"batches": {"directory": str(tmp_path / "kept"), "concurrency": 1}}
+    leaving = {**kept, "handover": {"announce_seconds": 60.0}}
+    with Fleet(tmp_path, "--speed", "50", count=1) as fleet:
+        (worker,) = fleet.names
+        with (
+            Gateway(tmp_path, fleet.urls, leaving) as first,
+            Gateway(tmp_path, fleet.urls, kept, name="second") as second,
+            client_of(second) as client,
+        ):
+            batch = begun(client, jsonl(line(0, max_tokens=40_000, ignore_eos=True), *map(line, range(1, 4))))
+            eventually(lambda: fleet.requests(worker) or None, "the first is asked")
+            fleet.simulate(worker, {"paths": [CHAT], "status": 200, "body": {"choices": []}})
+            first.process.send_signal(signal.SIGTERM)
+            done = ended(client, batch)
+            assert first.process.poll() is None, "it still waits for clients"
+            assert (done.status, done.request_counts.completed) == ("completed", 4)
+            assert first.http.get("/readyz").status_code == 503
+            first.kill()
 
 
 def client_of(gateway: Gateway) -> openai.OpenAI:
