@@ -37,11 +37,12 @@ class Chunk(NamedTuple):
 
 def shared(first: Sequence[int], at: int, second: Sequence[int], other: int) -> tuple[int, int]:
     """How many tokens before `at` of the first text and `other` of the second are the same, and how many from there."""
-    before = _same(reversed(first[:at]), reversed(second[:other]))
-    return before, _same(first[at:], second[other:])
+    before = same_tokens(reversed(first[:at]), reversed(second[:other]))
+    return before, same_tokens(first[at:], second[other:])
 
 
-def _same(first: Iterable[int], second: Iterable[int]) -> int:
+def same_tokens(first: Iterable[int], second: Iterable[int]) -> int:
+    """How many are the same, from the beginning on."""
     count = 0
     for one, other in zip(first, second, strict=False):
         if one != other:

@@ -1,6 +1,7 @@
-"""Which TCP ports are free, and listening on them."""
+"""Which TCP ports are free, listening on them, and who can reach them."""
 
 import errno
+import ipaddress
 import socket
 from typing import Any
 
@@ -92,3 +93,13 @@ def _bind(host: str, port: int) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nobody else's machine reaches what listens there. False for names, which may mean any address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

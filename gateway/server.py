@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import ipaddress
 import logging
 import signal
 import sys
@@ -51,7 +50,7 @@ from gateway.fleet.streams import EventStreams, Intakes, OwnStreams
 from gateway.fleet.texts import TextStreams
 from gateway.fleet.trust_watch import TrustWatch
 from gateway.pipeline import Pipeline, PipelineSettings
-from gateway.ports import listeners
+from gateway.ports import is_loopback, listeners
 from gateway.prompts import Prompts
 from gateway.reliability.safeguards import Safeguards
 from gateway.reload import Parts, Reloader
@@ -531,15 +530,6 @@ def load_renderers(tokenizers: Mapping[str, Path], prompts: PromptsConfig) -> di
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(f"tokenizers.{model}: {directory}: {error}") from error
     return renderers
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _load_keyring(config: GatewayConfig) -> Keyring:

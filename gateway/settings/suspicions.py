@@ -1,10 +1,10 @@
 """Combinations of settings that are allowed, and seldom meant."""
 
-import ipaddress
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from gateway.config import GatewayConfig
+from gateway.ports import is_loopback
 from gateway.settings.sources import DEFAULT, Key, Problem, Sources, text_of
 
 
@@ -84,12 +84,3 @@ def _odd(config: GatewayConfig) -> _Found:
         yield ("timeouts", "first_byte_seconds"), "is shorter than timeouts.connect_seconds"
     if config.probes.timeout_seconds > 5 * config.probes.interval_seconds:
         yield ("probes", "timeout_seconds"), "a worker that hangs is noticed late: it is many intervals"
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

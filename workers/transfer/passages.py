@@ -6,13 +6,14 @@ so the name that a plan gives its last block is that of this prompt's own tokens
 Frames that bring token ids are compared once more.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import NamedTuple
 
 from torch import Tensor
 
 from cachecore.blocks import pack_tokens
+from cachecore.chunks import same_tokens
 from cachecore.kv.codecs.contract import CodecError, KvFacts
 from cachecore.kv.codecs.registry import codec_named
 from cachecore.kv.rope import RopeTable
@@ -89,25 +90,17 @@ class PassageLoad:
         """It is this worker's own. What its neighbours hold of the same text comes along: passages seldom begin and
         end where blocks do. It stays within tokens `start_min` to `end_max` of the prompt."""
         size = len(held.held[0].token_ids)
-        ahead = _shared(reversed(edges.before[1]), reversed(token_ids[start_min : self.start])) if edges.before else 0
-        best = max(edges.after, key=lambda one: _shared(one[1], token_ids[self.end : end_max]), default=None)
-        behind = 0 if best is None else _shared(best[1], token_ids[self.end : end_max])
+        ahead = (
+            same_tokens(reversed(edges.before[1]), reversed(token_ids[start_min : self.start])) if edges.before else 0
+        )
+        best = max(edges.after, key=lambda one: same_tokens(one[1], token_ids[self.end : end_max]), default=None)
+        behind = 0 if best is None else same_tokens(best[1], token_ids[self.end : end_max])
         first = [edges.before[0]] if ahead and edges.before else []
         last = [best[0]] if behind and best else []
         self.borrowed = [*first, *held.blocks, *last]
         self.skipped = size - ahead if ahead else 0
         self.start, self.end, self.position = self.start - ahead, self.end + behind, self.position - ahead
         self.outcome = Fetched(0, 0, 0.0)
-
-
-def _shared(first: Iterable[int], second: Iterable[int]) -> int:
-    """How many tokens are the same, from the beginning on."""
-    count = 0
-    for one, other in zip(first, second, strict=False):
-        if one != other:
-            break
-        count += 1
-    return count
 
 
 class PassageSink(PlacingSink):
