@@ -2,8 +2,8 @@
 //
 //	go run tests/deploy/helm/main.go CHART RELEASE [VALUES.yaml]
 //
-// Helm itself lies in no registry that the tests can ask. What it adds to the two (include, toYaml, required, Files.Get)
-// is as its documentation says; hooks, dependencies, lookups and schemas are not there, and the chart has none.
+// What Helm adds to the two (include, toYaml, required, Files.Get) is as its documentation says; hooks, dependencies,
+// lookups and schemas are not there, and the chart has none. test_helm.py holds it against Helm's own library.
 package main
 
 import (
