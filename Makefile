@@ -16,7 +16,7 @@ PACKAGES := ropeway.py cachecore policies gateway workers loadtest
 OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo reference soak test test-deploy test-envoy test-dashboard test-clients test-faults test-moving test-pools test-quality test-schema test-servers test-stacks test-timing test-traces test-transports test-vllm check format fuzz sim bench clean
+.PHONY: help setup demo newcomer reference soak test test-deploy test-docs test-envoy test-dashboard test-clients test-faults test-moving test-pools test-quality test-schema test-servers test-stacks test-timing test-traces test-transports test-vllm check format fuzz sim bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
@@ -38,8 +38,8 @@ $(VENV)/.complete: pyproject.toml constraints.txt $(NATIVE)
 		|| echo "Note: the extensions in C were not built (gcc and python3-dev are needed): it will be slower."
 	@touch $@
 
-demo: setup ## fetch a small model, start two workers and the gateway, and say how to talk to them
-	@$(BIN)/ropeway up
+demo: setup ## fetch a small model, start two workers and the gateway, and say how to talk to them (PORT=8000)
+	@$(BIN)/ropeway up $(if $(PORT),--port $(PORT))
 
 reference: setup ## docs/reference, made anew from the code
 	@$(BIN)/python -m tests.reference
@@ -48,10 +48,19 @@ test: setup ## every test
 	@$(BIN)/ropeway model fetch smollm2
 	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest -n 2 --dist loadfile
 
-test-deploy: setup ## the Helm chart, the compose file and the alerts (a minute; needs Go, Debian's libraries of it, promtool)
+test-docs: setup ## every command of README and docs is run, each page on a stage of its own (a quarter of an hour)
+	@$(BIN)/ropeway model fetch smollm2
+	OMP_NUM_THREADS=$(OMP_NUM_THREADS) $(BIN)/python -m pytest -m documents tests/reference
+
+newcomer: ## the path of somebody new, in a clone of its own, by what README says alone; each step timed (minutes)
+	@$(PYTHON) tests/newcomer.py --repository $(CURDIR) $(if $(JSON),--json $(JSON))
+
+test-deploy: setup ## the container image, the Helm chart, the compose file and the alerts (five minutes; needs Go, promtool, podman)
 	@{ command -v go && command -v promtool; } > /dev/null || { echo "needed: apt-get install golang-go \
 golang-github-masterminds-sprig-dev golang-k8s-sigs-yaml-dev prometheus" >&2; exit 1; }
-	@$(BIN)/python -m pip install --quiet compose-spec kubernetes-validate
+	@{ command -v podman && command -v debootstrap && command -v runc; } > /dev/null || echo "to try the image as well: \
+apt-get install --no-install-recommends podman debootstrap runc" >&2
+	@$(BIN)/python -m pip install --quiet compose-spec helm-python-sdk kubernetes-validate
 	$(BIN)/python -m pytest -m 'deploy or not deploy' tests/deploy
 
 test-envoy: setup ## the endpoint picker behind a real Envoy (a minute; 120 MB to install)

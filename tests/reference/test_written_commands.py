@@ -2,7 +2,6 @@
 
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,23 +12,9 @@ from gateway.config import GatewayConfig
 from gateway.settings.loading import Request, inspect
 from tests.reference.commands import commands
 from tests.reference.pages import REPOSITORY
+from tests.reference.written import DOCUMENTS, Block, blocks, calls, lines, shell_lines, without_remark
 
-DOCUMENTS = sorted([REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *(REPOSITORY / "docs").rglob("*.md")])
-SHELLS = ("", "sh", "bash", "shell", "console", "text")
-
-_fence = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _inline = re.compile(r"`(ropeway [a-z][^`\n]*|make [a-z-]+[^`\n]*)`")
-_assignment = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
-
-
-class Block(NamedTuple):
-    path: str
-    line: int
-    language: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.path}:{self.line}"
 
 
 class Typed(NamedTuple):
@@ -42,55 +27,9 @@ class Typed(NamedTuple):
         return self.place
 
 
-def blocks() -> Iterator[Block]:
-    for path in DOCUMENTS:
-        text = path.read_text()
-        for match in _fence.finditer(text):
-            line = text.count("\n", 0, match.start(2)) + 1
-            yield Block(path.relative_to(REPOSITORY).as_posix(), line, match[1], match[2])
-
-
 def typed() -> list[Typed]:
     """Every call of `ropeway` or `make` in the blocks for a shell."""
-    found: list[Typed] = []
-    for block in blocks():
-        if block.language in SHELLS:
-            for offset, line in lines(block.text):
-                place = f"{block.path}:{block.line + offset}"
-                found += [Typed(place, words) for words in calls(line)]
-    return found
-
-
-def lines(text: str) -> Iterator[tuple[int, str]]:
-    """Lines with their continuations."""
-    held, started = "", 0
-    for offset, line in enumerate(text.splitlines()):
-        started = offset if not held else started
-        held += line.rstrip()
-        if held.endswith("\\"):
-            held = held[:-1] + " "
-            continue
-        yield started, held
-        held = ""
-
-
-def calls(line: str) -> Iterator[list[str]]:
-    """Of a shell's line the commands that are ours, as words."""
-    line = re.split(r"(?<=\S) {3,}(?=\S)", line.strip().removeprefix("$ "))[0]  # what follows says what it does
-    if not re.match(r"[A-Za-z_.$(/]", line):
-        return
-    for part in re.split(r"\$\(|&&|\|\||[|;&)]", line):
-        try:
-            words = shlex.split(part, comments=True)
-        except ValueError:
-            continue  # a quote that goes on in the next line
-        while words and _assignment.match(words[0]):
-            words.pop(0)
-        if words[:3] == ["python", "-m", "ropeway"]:
-            words = words[2:]
-        redirected = next((place for place, word in enumerate(words) if re.match(r"\d?[<>]", word)), len(words))
-        if words and words[0].rpartition("/")[2] in ("ropeway", "make"):
-            yield [words[0].rpartition("/")[2], *(word for word in words[1:redirected] if word != "...")]
+    return [Typed(str(line), words) for line in shell_lines() for words in calls(line.text)]
 
 
 def is_ours(text: str) -> bool:
@@ -171,4 +110,5 @@ def test_the_checkers_see_what_is_wrong() -> None:
     assert list(calls("A=1 ropeway audit --json > out.json")) == [["ropeway", "audit", "--json"]]
     assert list(calls("ropeway up --json      as JSON, it's said")) == [["ropeway", "up", "--json"]]
     assert list(calls("ropeway: error: no such file")) == []
-    assert list(lines("a \\\n  b\nc")) == [(0, "a    b"), (2, "c")]
+    assert list(lines("a \\\n  b\nc")) == [(0, "a b"), (2, "c")]
+    assert without_remark("$ ropeway up   says what it does") == "ropeway up"
