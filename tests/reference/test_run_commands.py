@@ -7,6 +7,7 @@ those that follow, and end well on Ctrl-C; all others end by themselves, well, w
 import http.server
 import re
 import shutil
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,15 +28,22 @@ PAGES = sorted({line.path for line in RUN})
 NEEDS_MODEL = r"make demo|smollm2|/models/|ropeway (worker reference|quality|up$|up --port|benchmark)"
 
 
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """As short as homes are: a server's socket in it must not have a path of over 103 bytes, and pytest's are long."""
+    with tempfile.TemporaryDirectory(prefix="ropeway-") as directory:
+        yield Path(directory)
+
+
 @pytest.mark.documents
 @pytest.mark.parametrize("path", PAGES)
-def test_every_command_of_a_page_does_what_it_is_there_for(path: str, tmp_path: Path) -> None:
+def test_every_command_of_a_page_does_what_it_is_there_for(path: str, directory: Path) -> None:
     lines = [line for line in RUN if line.path == path]
     if any(re.search(NEEDS_MODEL, line.text) for line in lines) and not fetched_model().exists():
         pytest.skip("the model was not fetched: ropeway model fetch smollm2")
     if any(line.text.startswith("curl ") for line in lines) and shutil.which("curl") is None:
         pytest.skip("there is no curl")
-    with Stage(path, tmp_path) as stage, Play(stage) as play:
+    with Stage(path, directory) as stage, Play(stage) as play:
         play.play(lines)
     print("", *play.ran, sep="\n")
     assert len(play.ran) == len(lines)
