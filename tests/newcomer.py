@@ -36,7 +36,7 @@ DASHBOARD = "Open http://127.0.0.1:8000/ for the dashboard"
 PLAYGROUND = "a playground to chat in, with the receipt beside each answer"
 TOP = ".venv/bin/ropeway top --once"
 AUDIT = ".venv/bin/ropeway audit --workload multi-agent-swe --nodes 4 --gpu h100"
-LOCUST = ".venv/bin/locust -f loadtest/locustfile.py --headless -u 20 -r 5 -t 1m -H http://127.0.0.1:8000"
+LOCUST = ".venv/bin/locust -f loadtest/locustfile.py --headless -u 4 -r 1 -t 1m -H http://127.0.0.1:8000"
 WRITTEN = (DEMO, DASHBOARD, PLAYGROUND, TOP, AUDIT, LOCUST)
 """What README has to say for the path to be found."""
 
