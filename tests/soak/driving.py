@@ -29,6 +29,9 @@ ABORTED_SHARE = 0.15
 STREAMED_SHARE = 0.5
 ADAPTED_SHARE = 0.3
 ADAPTERS_AT_ONCE = 3
+ADAPTERS = 24
+"""They come again, as what is unloaded and loaded does: what is kept of each (bounded, at thousands of names) is there
+within the warm-up."""
 SLOW_READ_SECONDS = 15.0
 LATENCIES_KEPT = 1_000_000
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
@@ -183,7 +186,7 @@ class Driver:
         self.churned[how] += 1
 
     def adapter_flags(self) -> list[str]:
-        names = [f"lora-{self._adapters_made + offset}" for offset in range(ADAPTERS_AT_ONCE)]
+        names = [f"lora-{(self._adapters_made + offset) % ADAPTERS}" for offset in range(ADAPTERS_AT_ONCE)]
         self._adapters_made += ADAPTERS_AT_ONCE
         return [part for name in names for part in ("--adapter", name)]
 
