@@ -311,6 +311,8 @@ class HolderWriter:
         """There was no memory for a step: keep what it was made of, and go on with what needs none."""
         self._partial = self._changed = True
         self._retry_at = now + RETRY_SECONDS
+        if step.mode is Mode.LIVE:
+            self._highest -= 1  # nobody has seen it, and to mirrors a revision left out is a step that they have missed
         if step.drained is not None:
             self.shadow.undo_drain(step.drained)
         self._silent = self._silent or step.silent
