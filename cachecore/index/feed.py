@@ -298,7 +298,7 @@ class Feed:
                 return
             self.put(holder, events)
         if follower.expects(holder, resync):
-            follower.settle(holder, snapshot.version, snapshot.sequence)
+            follower.settle(holder, snapshot.version, snapshot.sequence, snapshot.whole)
         for entry, verdict in follower.replay(holder, resync):
             await self._turns.take()
             await self._carry_out(follower, entry, verdict)

@@ -81,6 +81,8 @@ class _Followed:
     sequence: int | None = None
     fence: int = 0
     """The highest seen of the holder, known here or not."""
+    whole: bool = True
+    """What is known here is all that its writer knew: no snapshot of a server without memory."""
     resync: Resync | None = None
 
 
@@ -136,6 +138,10 @@ class Follower:
     def is_copy(self, holder: Holder, version: Version) -> bool:
         """Whether the copy here is certainly what others have at that version."""
         return _is_copy(self.version(holder), version)
+
+    def is_whole(self, holder: Holder) -> bool:
+        """Whether there is a copy here, and of all that the holder's writer knew at its version."""
+        return self.version(holder) is not None and self._holders[holder].whole
 
     def follows(self, holder: Holder) -> bool:
         return holder in self._holders
@@ -198,6 +204,7 @@ class Follower:
 
     def _advance(self, followed: _Followed, entry: Entry, verdict: Verdict) -> Verdict:
         followed.version, followed.sequence = entry.version, entry.sequence
+        followed.whole = followed.whole or entry.kind == Kind.NEW
         followed.resync = None
         self.wanted.pop(entry.holder, None)
         return verdict
@@ -229,10 +236,10 @@ class Follower:
         followed = self._holders.get(holder)
         return followed is not None and followed.resync is resync
 
-    def settle(self, holder: Holder, version: Version, sequence: int | None) -> None:
+    def settle(self, holder: Holder, version: Version, sequence: int | None, whole: bool) -> None:
         """The holder's snapshot has been applied. `replay` is next."""
         followed = self._holders[holder]
-        followed.version, followed.sequence = version, sequence
+        followed.version, followed.sequence, followed.whole = version, sequence, whole
         followed.fence = max(followed.fence, version.fence)
         self.resyncs += 1
 

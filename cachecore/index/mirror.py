@@ -17,7 +17,7 @@ from cachecore.index.contract import IndexEvent, IndexStats, Match, PrefixIndex
 from cachecore.index.feed import Feed
 from cachecore.index.memory import MemoryIndex
 from cachecore.index.publisher import Publisher
-from cachecore.index.schema import HolderSnapshot, Schema
+from cachecore.index.schema import HolderSnapshot, Record, Schema
 from cachecore.store import RedisStore, StoreError
 
 FRESH_SECONDS = 2.0
@@ -51,6 +51,8 @@ class MirrorIndex:
 
     `direct` answers while the copy is loaded. `blocks_max` bounds the copy's distinct blocks; 0 means no bound.
     """
+
+    local = True
 
     def __init__(
         self, store: RedisStore, schema: Schema, publisher: Publisher, direct: PrefixIndex, blocks_max: int = 0
@@ -143,14 +145,15 @@ class MirrorIndex:
     def ready(self) -> bool:
         return self._feed.loaded
 
-    def fresh(self, holder: Holder) -> bool:
-        """Whether the copy of this holder is its owner's word, as of two seconds ago at most."""
+    def fresh(self, holder: Holder, said: Record | None = None) -> bool:
+        """Whether the copy of this holder is all of its owner's word, as of two seconds ago at most. What the server
+        has of it does not matter: it may have less, and a copy that has followed the stream lacks nothing."""
         if self._publisher.owns(holder):
             return True
         shard = self._feed.shard(holder)
         if shard.ended_at is None or time.monotonic() - shard.ended_at > FRESH_SECONDS:
             return False
-        return shard.follower.version(holder) is not None
+        return shard.follower.is_whole(holder)
 
     def progress(self) -> MirrorProgress:
         shards = self._feed.shards

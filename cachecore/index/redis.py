@@ -41,6 +41,11 @@ _MATCH, _SNAPSHOT, _RECORDS, _MEASURE = map(lua.load, ("match", "snapshot", "rec
 class SharedIndex(PrefixIndex, Protocol):
     """A prefix index of which this process writes some holders, and reads what others write of theirs."""
 
+    @property
+    def local(self) -> bool:
+        """Whether matches of holders of our own are answered here, whatever the server has of them."""
+        ...
+
     def adopt(self, holder: Holder, fence: int, snapshot: HolderSnapshot | None) -> None:
         """This process owns the holder from now on, and goes on from the snapshot; from nothing when there is none.
 
@@ -64,8 +69,9 @@ class SharedIndex(PrefixIndex, Protocol):
         """Until the server has what was applied. Raises StoreError when it does not take it."""
         ...
 
-    def fresh(self, holder: Holder) -> bool:
-        """Whether matches of this holder are its owner's word, as of a few seconds ago at most."""
+    def fresh(self, holder: Holder, said: Record | None = None) -> bool:
+        """Whether matches of this holder are all of its owner's word, as of a few seconds ago at most. `said` is what
+        the server last said of it."""
         ...
 
 
@@ -75,6 +81,8 @@ class RedisIndex:
     What `apply` and `forget` change is seen by matches once the publisher has written it. `sequence`, `holdings` and
     `stats` are of the holders that this process writes.
     """
+
+    local = False
 
     def __init__(self, store: RedisStore, schema: Schema, publisher: Publisher) -> None:
         self._store = store
@@ -112,8 +120,8 @@ class RedisIndex:
     async def flush(self) -> None:
         await self._publisher.flush()
 
-    def fresh(self, holder: Holder) -> bool:
-        return self._store.up
+    def fresh(self, holder: Holder, said: Record | None = None) -> bool:
+        return self._store.up and (said is None or said.whole)
 
     def sequence(self, holder: Holder) -> int | None:
         return self._publisher.sequence(holder)

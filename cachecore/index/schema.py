@@ -100,6 +100,12 @@ class Record(NamedTuple):
     """The codes of those places that are known to hold no block without all before it: of every chain they have one
     stretch, from its beginning, or nothing."""
 
+    @property
+    def whole(self) -> bool:
+        """Whether the server has everything that the holder's writer knew. Less than that while it is being restated,
+        or while the server has no memory for more."""
+        return self.fields is not None and self.version.revision != RESTATING
+
     def encode(self) -> bytes:
         sequence = -1 if self.sequence is None else self.sequence
         places, rooted = self.places or b"-", self.rooted or b"-"
@@ -189,6 +195,8 @@ class HolderSnapshot(NamedTuple):
     version: Version
     sequence: int | None
     persistable: bool
+    whole: bool
+    """As the record's."""
     pieces: list[PieceRecord]
     copies: dict[bytes, dict[PrefixHash, int]]
     """By place code: copies of a block beyond the first."""
@@ -350,7 +358,7 @@ def decode_snapshot(record: bytes, places: Sequence[tuple[bytes, Pairs, Pairs]],
         if counts:
             copies[code] = counts
     origins = {_number(number, NAMINGS_MAX): decode_naming(value) for number, value in _pairs(namings)}
-    return HolderSnapshot(said.version, said.sequence, said.persistable, pieces, copies, origins)
+    return HolderSnapshot(said.version, said.sequence, said.persistable, said.whole, pieces, copies, origins)
 
 
 def _pairs(listed: Pairs) -> Iterator[tuple[bytes, bytes]]:

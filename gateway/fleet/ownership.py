@@ -26,7 +26,7 @@ from cachecore.blocks import split_chain
 from cachecore.holders import Holder, Worker
 from cachecore.index.leases import Claim, Leases
 from cachecore.index.redis import SharedIndex
-from cachecore.index.schema import NO_NAMING, HolderSnapshot
+from cachecore.index.schema import NO_NAMING, HolderSnapshot, Record
 from cachecore.ledgers import RestoredRun
 from cachecore.store import StoreError
 from gateway.fleet.engines.contract import EventEndpoints
@@ -59,6 +59,8 @@ class _Stream:
     """Followed without a lease."""
     unowned_turns: int = 0
     owner: str = ""
+    said: Record | None = None
+    """What the server last said of the holder."""
     change: asyncio.Task[None] | None = None
     """A take-over or a hand-over under way."""
 
@@ -159,7 +161,7 @@ class LeasedStreams:
         self._set_trust()
 
     def _settle(self, stream: _Stream, claim: Claim) -> None:
-        stream.owner = claim.owner
+        stream.owner, stream.said = claim.owner, claim.record
         stream.unowned_turns = 0 if claim.owner else stream.unowned_turns + 1
         if not claim.granted:
             if stream.intake is not None and claim.owner:
@@ -195,9 +197,12 @@ class LeasedStreams:
         for streams in by_record.values():
             record = streams[0].record
             record.intakes = [stream.intake for stream in streams if stream.intake is not None]
-            record.trust.follow(
-                all(stream.intake is not None or self._index.fresh(stream.holder) for stream in streams)
-            )
+            record.trust.follow(all(map(self._speaks_for, streams)))
+
+    def _speaks_for(self, stream: _Stream) -> bool:
+        """Whether the index has all that whoever follows the stream knows: a server without memory has less."""
+        ours = stream.intake is not None and self._index.local
+        return ours or self._index.fresh(stream.holder, stream.said)
 
     # Changes of hands
 

@@ -64,9 +64,11 @@ def asked(follower: Follower, holder: Holder = A) -> Resync:
     return resync
 
 
-def settled(follower: Follower, resync: Resync, fence: int, revision: int, holder: Holder = A) -> list[Verdict]:
+def settled(
+    follower: Follower, resync: Resync, fence: int, revision: int, holder: Holder = A, whole: bool = True
+) -> list[Verdict]:
     """Apply a snapshot and what was held back; the verdicts on that."""
-    follower.settle(holder, Version(fence, revision), 100 + revision)
+    follower.settle(holder, Version(fence, revision), 100 + revision, whole)
     return [verdict for _, verdict in follower.replay(holder, resync)]
 
 
@@ -151,7 +153,7 @@ class TestSnapshots:
         take(follower, more(7, 4))
         resync = asked(follower)
         take(follower, more(7, 5), more(7, 6))
-        follower.settle(A, Version(7, 4), None)
+        follower.settle(A, Version(7, 4), None, True)
         verdicts = []
         for one, verdict in follower.replay(A, resync):
             verdicts.append((one.version.revision, verdict))
@@ -164,12 +166,27 @@ class TestSnapshots:
         take(follower, more(7, 4))
         resync = asked(follower)
         take(follower, more(7, 5), more(7, 6))
-        follower.settle(A, Version(7, 4), None)
+        follower.settle(A, Version(7, 4), None, True)
         replay = follower.replay(A, resync)
         assert next(replay)[1] == APPLY
         assert take(follower, gone(7, 7), new(7, 8)) == [FORGET, APPLY]
         assert list(replay) == []
         assert follower.version(A) == (7, 8)
+
+    def test_less_than_there_is_stays_less_until_it_is_copied_anew(self, follower: Follower) -> None:
+        """A server without memory has less of a holder than its writer."""
+        take(follower, more(7, 4))
+        assert not follower.is_whole(A), "nothing is known yet"
+        settled(follower, asked(follower), 7, 4, whole=False)
+        assert take(follower, more(7, 5)) == [APPLY]
+        assert (follower.version(A), follower.is_whole(A)) == ((7, 5), False)
+        assert take(follower, restated(7, 6)) == [RESYNC]
+        settled(follower, asked(follower), 7, 6)
+        assert follower.is_whole(A)
+        assert take(follower, restated(7, 7)) == [RESYNC]
+        settled(follower, asked(follower), 7, 7, whole=False)
+        assert take(follower, new(7, 8)) == [REPLACE]
+        assert follower.is_whole(A), "a new life begins from nothing"
 
     def test_a_snapshot_in_the_making_is_waited_for(self, follower: Follower) -> None:
         """Its writer announces that it has restated the holder."""
@@ -577,7 +594,7 @@ class Copy:
                 self.follower.fail(holder, resync)
             elif self.follower.expects(holder, resync):
                 self.contents[holder] = there[1]
-                self.follower.settle(holder, there[0], None)
+                self.follower.settle(holder, there[0], None, True)
                 for announced, verdict in self.follower.replay(holder, resync):
                     self._do(announced, verdict)
 

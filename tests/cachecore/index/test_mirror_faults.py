@@ -14,7 +14,7 @@ from cachecore.index import feed
 from cachecore.index.contract import Match, Removed, Stored
 from cachecore.index.leases import claim
 from cachecore.index.mirror import MirrorIndex
-from cachecore.index.redis import read_snapshot
+from cachecore.index.redis import read_records, read_snapshot
 from cachecore.index.schema import HolderSnapshot, Schema, shard_of
 from cachecore.store import Unavailable
 from tests.cachecore.index.behaviour import A0, B0, TEN, A, B
@@ -513,6 +513,27 @@ class TestLosses:
             await equal(writer, reader)
             await until(lambda: reader.mirror.fresh(A))
             assert depths(reader) == {A0: 8, B0: 5}
+
+    async def test_who_comes_while_there_is_no_memory_knows_that_it_has_less(
+        self, server: Server, schema: Schema
+    ) -> None:
+        async with gateways(server.url, schema, 2) as (writer, reader):
+            await self.fill(writer, reader)
+            server.command("CONFIG", "SET", "maxmemory", "1")
+            store(writer, A, 1, chain_of(77))
+            await equal(writer, reader)
+            async with gateways(server.url, schema, 1) as (late,):
+                assert (depths(late), depths(late, chain_of(77))) == ({A0: 10, B0: 5}, {})
+                await until(lambda: late.mirror.fresh(B))  # of which the server lacks nothing
+                assert [gateway.mirror.fresh(A) for gateway in (writer, reader, late)] == [True, True, False]
+                assert reader.mirror.progress().resyncs == 0, "the stream alone has told it"
+                said = (await read_records(late.store, schema))[A]
+                assert not late.direct.fresh(A, said)
+                assert reader.mirror.fresh(A, said)
+                server.command("CONFIG", "SET", "maxmemory", "0")
+                await until(lambda: late.mirror.fresh(A))
+                await equal(writer, late)
+                assert late.direct.fresh(A, (await read_records(late.store, schema))[A])
 
     async def test_a_promoted_replica_that_lacks_the_last_writes(self, tmp_path: Path, schema: Schema) -> None:
         """The server comes back with an older state, and nobody is left who knows more."""

@@ -18,7 +18,7 @@ from cachecore.index.contract import Match
 from cachecore.index.leases import Leases
 from cachecore.index.mirror import MirrorIndex
 from cachecore.index.publisher import Publisher
-from cachecore.index.redis import RedisIndex, read_snapshot
+from cachecore.index.redis import RedisIndex, SharedIndex, read_snapshot
 from cachecore.index.schema import Schema
 from cachecore.scope import DEFAULT_TENANT, Fidelity, IdentityScope, Keyring, Naming, Salt
 from cachecore.store import RedisStore, parse_address
@@ -80,12 +80,15 @@ def chain_of(*blocks: int) -> Chain:
 class Member:
     """One gateway's share in the matter."""
 
-    def __init__(self, url: str, schema: Schema, name: str, peers: Callable[[], Collection[str]]) -> None:
+    def __init__(
+        self, url: str, schema: Schema, name: str, peers: Callable[[], Collection[str]], mirrored: bool = True
+    ) -> None:
         self.name = name
         self.store = RedisStore(parse_address(url), budget_seconds=0.2)
         self.publisher = Publisher(self.store, schema, on_fenced=lambda holder: self.streams.fenced(holder))
         direct = RedisIndex(self.store, schema, self.publisher)
-        self.index = MirrorIndex(self.store, schema, self.publisher, direct)
+        self.mirror = MirrorIndex(self.store, schema, self.publisher, direct) if mirrored else None
+        self.index: SharedIndex = self.mirror or direct
         leases = Leases(self.store, schema, name, LEASE_SECONDS)
         self.streams = LeasedStreams(leases, self.index, Intakes(self.index, lambda *_: NAMING), peers)
         self.records: list[WorkerRecord] = []
@@ -94,7 +97,8 @@ class Member:
 
     async def start(self, engines: Collection[Engine]) -> None:
         await self.store.start()
-        self.index.start()
+        if self.mirror is not None:
+            self.mirror.start()
         self._tasks = [asyncio.create_task(self.publisher.run()), asyncio.create_task(self.streams.run())]
         for engine in engines:
             record = engine.record()
@@ -111,7 +115,8 @@ class Member:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.index.stop()
+        if self.mirror is not None:
+            await self.mirror.stop()
         await self.store.close()
         await self.streams.stop()
 
@@ -145,10 +150,12 @@ def engines() -> Iterator[list[Engine]]:
 
 
 @asynccontextmanager
-async def fleet(url: str, schema: Schema, names: str, engines: Collection[Engine]) -> AsyncIterator[list[Member]]:
+async def fleet(
+    url: str, schema: Schema, names: str, engines: Collection[Engine], mirrored: bool = True
+) -> AsyncIterator[list[Member]]:
     alive = list(names)
     async with AsyncExitStack() as stack:
-        members = [Member(url, schema, name, lambda: alive) for name in names]
+        members = [Member(url, schema, name, lambda: alive, mirrored) for name in names]
         for member in members:
             await member.start(engines)
             stack.push_async_callback(member.crash)
@@ -257,6 +264,23 @@ async def test_without_the_server_everybody_listens_and_afterwards_one_writes(
         engine.store(20)
         both.add(chain_of(20))
         await until(lambda: all(m.holds(engine) == both for m in members), "both know, by the one that owns it")
+
+
+async def test_who_asks_a_server_without_memory_does_not_take_its_word(
+    valkey: Server, store: RedisStore, schema: Schema, engines: list[Engine]
+) -> None:
+    """Without mirrors the server is asked, also for what a gateway follows itself."""
+    engine = engines[0]
+    async with fleet(valkey.url, schema, "ab", engines[:1], mirrored=False) as members:
+        engine.store(1, 2, 3)
+        await until(lambda: any(len(member.holds(engine)) == 3 for member in members), "its follower knows")
+        valkey.command("CONFIG", "SET", "maxmemory", "1")
+        try:
+            engine.store(1, 2, 3, 4)
+            await until(lambda: not any(member.trusted for member in members), "the server has less than there is")
+        finally:
+            valkey.command("CONFIG", "SET", "maxmemory", "0")
+        await until(lambda: all(member.trusted for member in members), "it has everything again")
 
 
 async def test_a_worker_that_leaves_is_followed_no_more(
