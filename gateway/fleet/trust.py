@@ -274,7 +274,7 @@ class Trust:
         if answers.contradictions.bad:
             had = 1.0 - answers.contradictions.share
             self._raise(Doubt.CONTRADICTED, f"it had {had:.0%} of the tokens that were guessed", now)
-        if self._owing or self._cases[Doubt.UNANNOUNCED].stands:
+        if not self._followed or self._owing or self._cases[Doubt.UNANNOUNCED].stands:
             answers.misses.reset()  # for the reason that is known
         if answers.misses.bad:
             unknown = f"{answers.misses.share:.0%} of the tokens that it had cached"

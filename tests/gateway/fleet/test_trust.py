@@ -334,6 +334,15 @@ def test_a_worker_that_has_far_more_than_its_events_say(bench: Bench) -> None:
     assert bench.remedies == []
 
 
+def test_who_is_not_followed_is_not_blamed_for_what_nobody_told(bench: Bench) -> None:
+    bench.trust.follow(False)
+    bench.run(60, confirmed=0, cached=640)
+    assert bench.raised == []
+    bench.trust.follow(True)
+    bench.turn()
+    assert bench.trust.level is TrustLevel.EXACT
+
+
 def test_what_is_on_its_way_there_is_not_missed(bench: Bench) -> None:
     bench.run(60, confirmed=0, expected=640, cached=640)
     assert bench.raised == []
