@@ -100,8 +100,12 @@ class Running:
         return problems
 
     def _left_for_good(self, seconds_max: float = 3.0) -> list[int]:
+        """A process that is just becoming another program shows no environment: nothing is there that two looks in a
+        row do not find."""
         limit = time.monotonic() + seconds_max
-        while (left := self.left()) and time.monotonic() < limit:
+        before = True
+        while ((left := self.left()) or before) and time.monotonic() < limit:
+            before = bool(left)
             time.sleep(0.05)
         return left
 
