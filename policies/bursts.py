@@ -4,7 +4,8 @@ Each sibling by itself would compute the prompt wherever a worker is idle: nothi
 worker's work. Where prefixes can be pulled there is another way, so a prompt that `BUILDERS_MAX` workers compute
 already (`policies.state.leases`) is computed by no further one: its siblings wait until the first of them has it, and
 are decided then, when it can be pulled and costs are what they are. To join a builder meanwhile would be as soon for
-the sibling; but engines batch, and the prompt that all wait for would be there later by what joins it.
+the sibling; but engines batch, and the prompt that all wait for would be there later by what joins it. So a few join,
+as long as they start there sooner than the prompt could be pulled to somebody who is idle.
 
 Who goes where the prompt is being pulled to waits for that in the same way: an engine that is asked before the KV has
 come computes it. Prompts that are sooner computed than pulled are left alone, and nobody is held for long.
@@ -19,6 +20,9 @@ from policies.state.leases import BUILDERS_MAX, Lease
 SHARED_SHARE = 0.9
 """Whoever has this much of what a builder will have need not wait for the rest."""
 HOLD_SECONDS_MIN = 0.002
+HOLD_SHARE = 1 / 16
+"""Who has waited for long waits so much of that longer, until it is decided again: builders that are late are so by
+nobody knows how much. A third of the decisions, for the same times to first tokens."""
 HOLD_SECONDS_MAX = 10.0
 """Of all waits of one request together."""
 
@@ -62,15 +66,23 @@ def go_or_wait(
     workers: Sequence[WorkerView],
     now: float,
     burst: Burst,
+    waits: Sequence[float],
     works: Sequence[float],
     costs: Sequence[float],
     best: int,
 ) -> Verdict:
     """Where a request goes whose cheapest worker would be `best`, and when."""
     view, held = workers[best], query.held_seconds
+    ready_in = max(min([lease.ready_at for lease in burst.builders], default=now) - now, 0.0)
     if view.matched_tokens > view.confirmed_tokens:
-        arrivals = [lease.ready_at for lease in burst.pulls if lease.key == (view.name, view.rank)]
-        return _held(Verdict(best), held, min(arrivals) - now) if arrivals else Verdict(best)
+        key = (view.name, view.rank)
+        arrivals = [lease.ready_at for lease in burst.pulls if lease.key == key]
+        if arrivals:
+            return _held(Verdict(best), held, min(arrivals) - now)
+        joins = len(burst.builders) >= BUILDERS_MAX and any(lease.key == key for lease in burst.builders)
+        if joins and waits[best] > ready_in + burst.pull_seconds(view.matched_tokens - burst.confirmed_tokens):
+            return _held(Verdict(best), held, ready_in)
+        return Verdict(best)
     if len(burst.builders) < BUILDERS_MAX:
         return Verdict(best)
     keys = {lease.key for lease in burst.builders}
@@ -82,11 +94,11 @@ def go_or_wait(
     if burst.pull_seconds(depth - view.confirmed_tokens) >= works[best] - rest:
         return Verdict(best)
     builder = min(places, key=costs.__getitem__)
-    return _held(Verdict(builder), held, min(lease.ready_at for lease in burst.builders) - now)
+    return _held(Verdict(builder), held, ready_in)
 
 
 def _held(otherwise: Verdict, held: float | None, seconds: float) -> Verdict:
     """Wait, unless that is not possible any longer."""
     if held is None or held + seconds > HOLD_SECONDS_MAX:
         return otherwise
-    return Verdict(otherwise.place, max(seconds, HOLD_SECONDS_MIN))
+    return Verdict(otherwise.place, max(seconds, HOLD_SECONDS_MIN, held * HOLD_SHARE))

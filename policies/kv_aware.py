@@ -52,7 +52,7 @@ class KvAware:
         pulls = options.lower(workers, waits, works, costs) if options is not None else _NO_PULLS
         best, hold_seconds = _pick(query, workers, costs, random), 0.0
         if burst is not None and (burst.builders or burst.pulls) and best not in pulls:
-            best, hold_seconds = go_or_wait(query, workers, now, burst, works, costs, best)
+            best, hold_seconds = go_or_wait(query, workers, now, burst, waits, works, costs, best)
         pull = pulls.get(best)
         view, work = workers[best], works[best]
         explain = partial(_explain, query, workers, view.matched_tokens, view.evidence, waits, works, costs, best, pull)

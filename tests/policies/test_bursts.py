@@ -115,6 +115,37 @@ def test_who_has_waited_pulls_once_it_is_there_and_spreads(fleet):
     assert served["held"] > 0
 
 
+def test_a_builder_is_joined_while_that_is_sooner_than_a_pull(fleet):
+    """Where all others are dear. What joins it makes the prompt come later, for everybody."""
+    builders = {fleet.send(f"r{number}", fleet.decide(0.0), 0.0) for number in range(2)}
+    for name, rank in WORKERS:
+        if name not in builders:
+            fleet.beliefs.accounting.dispatch(f"busy-{name}", name, rank, 0.0, 40_000, 10.0)
+    joined = 0
+    while not (decision := fleet.decide(0.0)).hold_seconds:
+        assert fleet.send(f"s{joined}", decision, 0.0) in builders
+        joined += 1
+    assert joined >= 2
+    assert decision.worker.name in builders
+    ready_in, pull = decision.hold_seconds, fleet.pull_seconds(len(PROMPT) * BLOCK)
+    waits = [worker.views[0].load.wait_seconds(0.0) for worker in fleet.workers if worker.views[0].name in builders]
+    step = max(fleet.beliefs.worker([(name, 0)]).views[0].prefill.prefill_seconds(8, TOKENS - 8) for name in builders)
+    assert ready_in + pull < min(waits) <= ready_in + pull + 2 * step
+    # Where nothing is sooner pulled, there is nothing to wait for.
+    fleet.link.seconds_per_byte = 1.0
+    assert not fleet.decide(0.0).hold_seconds
+
+
+def test_who_has_waited_long_is_asked_again_less_often(fleet):
+    for number in range(2):
+        name = fleet.send(f"r{number}", fleet.decide(0.0), 0.0)
+        fleet.beliefs.accounting.dispatch(f"behind-{name}", name, 0, 0.0, 40_000, 10.0)
+    ready = fleet.decide(0.0).hold_seconds
+    assert fleet.decide(ready, 0.0).hold_seconds == HOLD_SECONDS_MIN
+    for late in (0.5, 1.0):
+        assert fleet.decide(ready + late, ready + late).hold_seconds == (ready + late) / 16
+
+
 def test_nobody_is_held_for_ever_nor_where_it_cannot_be(fleet):
     builders = {fleet.send(f"r{number}", fleet.decide(0.0), 0.0) for number in range(2)}
     assert fleet.decide(0.0, None).worker.name in builders
