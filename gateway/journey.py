@@ -298,7 +298,7 @@ class Journey:
             if self._span is None:
                 self._span = pipeline.tracing.begin(request)
             headers += pipeline.tracing.header_lines(self._span)
-        opening = pipeline.outbound.opening(request.head, worker)
+        opening = pipeline.outbound.opening(request, worker)
         size = sum(map(len, body))
         head = b"%b%b\r\n%bcontent-length: %d\r\n\r\n"
         return [head % (opening, request.upstream_id.encode(), headers, size), *body]
@@ -314,7 +314,7 @@ class Journey:
         if len(worker.holders) > 1 and worker.traits.rank_header:
             headers += b"%b: %d\r\n" % (worker.traits.rank_header, rank)
         head = b"%b%b\r\n%bcontent-length: %d\r\n\r\n"
-        opening = outbound.opening(request.head, worker)
+        opening = outbound.opening(request, worker)
         return [head % (opening, request_id.encode(), headers, sum(map(len, body))), *body]
 
     # exchange.Listener

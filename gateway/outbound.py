@@ -16,6 +16,7 @@ from gateway.requests import KEY_HEADERS, NOT_FORWARDED, Kind, Request
 _PROVEN = Parity.PROVEN
 CREDENTIAL_HEADERS = KEY_HEADERS | {b"api-key", b"cookie", b"x-goog-api-key"}
 """What clients prove themselves with, here or elsewhere: none of a worker's business where keys are the gateway's."""
+FORWARDED_HEADERS = frozenset({b"x-forwarded-for", b"x-forwarded-proto", b"x-forwarded-host"})
 TRACE_HEADERS = frozenset({b"traceparent", b"tracestate"})
 _OPENINGS_MAX = 64
 """Workers that one head is written out for, until it is done anew."""
@@ -34,25 +35,34 @@ class Outbound:
         forward_token_ids: bool,
         forward_kv_transfer_params: bool,
         forward_authorization: bool,
+        introduced_as: bytes = b"",
     ) -> None:
+        """`introduced_as`: the scheme that clients speak to this gateway, where workers are told of clients."""
         self._prompts = prompts
         self._priorities = priorities
         self._forward_token_ids = forward_token_ids
         self._forward_kv_transfer_params = forward_kv_transfer_params
         self._not_forwarded = NOT_FORWARDED if forward_authorization else NOT_FORWARDED | CREDENTIAL_HEADERS
 
+        self._introduced_as = introduced_as
+        if introduced_as:
+            self._not_forwarded |= FORWARDED_HEADERS
+
     def trace(self) -> None:
         """Workers get the gateway's own word of traces, not the client's."""
         self._not_forwarded |= TRACE_HEADERS
 
-    def opening(self, head: RequestHead, worker: WorkerRecord) -> bytes:
+    def opening(self, request: Request, worker: WorkerRecord) -> bytes:
         """A request to a worker up to its id, with the client's header lines that travel: all but a key of ours."""
+        head = request.head
         openings: dict[str, bytes] | None = head.notes.get("openings")
         if openings is None:
             openings = head.notes["openings"] = {}
         opening = openings.get(worker.url)
         if opening is None:
             forwarded = b"".join(b"%b: %b\r\n" % field for field in forwardable(head.headers, self._not_forwarded))
+            if self._introduced_as:
+                forwarded += _introduction(head, request.client.encode(), self._introduced_as)
             opening = b"%b %b HTTP/1.1\r\nhost: %b\r\n%bx-request-id: "
             opening %= (head.method, head.target, worker.authority, forwarded)
             if len(openings) >= _OPENINGS_MAX:
@@ -103,6 +113,23 @@ class Outbound:
         if not is_chat:
             return {"prompt": listed}
         return {"kv_transfer_params": b'{"prompt_token_ids":%b%b' % (listed, b"," + plans[1:] if plans else b"}")}
+
+
+def _introduction(head: RequestHead, client: bytes, scheme: bytes) -> bytes:
+    """Who asks, the way proxies say it to each other: what one before us has said stays, and the address that we see
+    comes last. So that is the one entry which no client can make up."""
+    said: dict[bytes, list[bytes]] = {name: [] for name in sorted(FORWARDED_HEADERS)}
+    host = b""
+    for name, value in head.headers:
+        if name in said:
+            said[name].append(value)
+        elif name == b"host":
+            host = value
+    said[b"x-forwarded-for"].append(client)
+    said[b"x-forwarded-proto"] = said[b"x-forwarded-proto"] or [scheme]
+    said[b"x-forwarded-host"] = said[b"x-forwarded-host"] or [host]
+    values = ((name, b", ".join(filter(None, values))) for name, values in said.items())
+    return b"".join(b"%b: %b\r\n" % field for field in values if field[1])
 
 
 def asking_for_usage(request: Request) -> bytes | None:

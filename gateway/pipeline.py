@@ -75,6 +75,8 @@ class PipelineSettings(NamedTuple):
     priorities: PrioritiesConfig = PrioritiesConfig()
     forward_token_ids: bool = False
     requests_usage: bool = False
+    introduced_as: bytes = b""
+    """As in `Outbound`."""
     total_seconds: float | None = None
     """What a request may take altogether, and the most that it may ask for; None bounds neither."""
 
@@ -144,6 +146,7 @@ class Pipeline:
             settings.forward_token_ids,
             settings.forward_kv_transfer_params,
             forward_authorization=tenants.open,
+            introduced_as=settings.introduced_as,
         )
 
     def trace(self, tracing: "Tracing") -> None:

@@ -202,7 +202,7 @@ class Request:
         self.upstream_id = upstream_id
         """Unique among live requests: engines keep state under it."""
         self.kind = kind
-        self.head, self.path, self.data = inbound.head, inbound.path, inbound.body
+        self.head, self.path, self.data, self.client = inbound.head, inbound.path, inbound.body, inbound.client
         self.body = body
         """None for bodies that are not JSON objects."""
         self.tenant = tenant

@@ -160,6 +160,7 @@ class Gateway:
             config.priorities,
             config.prompts.token_ids_forwarded,
             config.usage.requested,
+            (b"https" if config.tls.cert else b"http") if config.x_forwarded else b"",
             config.timeouts.total_seconds,
         )
         self.admission = (

@@ -194,7 +194,7 @@ class Warmer:
         body = request.prefill_body(salt, request_id, further)
         if len(record.holders) > 1 and record.traits.rank_header:
             headers += b"%b: %d\r\n" % (record.traits.rank_header, errand.view.rank)
-        opening = pipeline.outbound.opening(request.head, record)
+        opening = pipeline.outbound.opening(request, record)
         head = b"%b%b\r\n%bcontent-length: %d\r\n\r\n"
         return [head % (opening, request_id.encode(), headers, sum(map(len, body))), *body]
 

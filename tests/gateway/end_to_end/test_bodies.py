@@ -3,7 +3,7 @@
 import base64
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +224,31 @@ def test_headers_travel_alike_on_every_route(stack: Stack, path: str) -> None:
     assert fields["x-request-id"].startswith("mine-")
     gone = {"accept-encoding", "connection", "x-hop", *(name for name in sent if name.startswith("x-ropeway-"))}
     assert gone.isdisjoint(fields)
+
+
+INTRODUCTION = ("x-forwarded-for", "x-forwarded-proto", "x-forwarded-host")
+
+
+@pytest.fixture(scope="module")
+def introducing(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with Gateway(tmp_path_factory.mktemp("introducing"), stack.fleet.urls, {"x_forwarded": True}) as gateway:
+        yield Stack(stack.fleet, gateway)
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_workers_are_told_who_asks_where_that_is_wanted(stack: Stack, introducing: Stack, path: str) -> None:
+    content_type, body = ROUTES[path]
+    fields = received(introducing, body, {"content-type": content_type}, path)["fields"]
+    host = introducing.gateway.url.removeprefix("http://")
+    assert [fields[name] for name in INTRODUCTION] == ["127.0.0.1", "http", host]
+    assert set(INTRODUCTION).isdisjoint(received(stack, body, {"content-type": content_type}, path)["fields"])
+
+
+def test_what_a_proxy_has_said_of_a_client_stays(stack: Stack, introducing: Stack) -> None:
+    said = dict(zip(INTRODUCTION, ("203.0.113.7, 10.0.0.2", "https", "api.example.com"), strict=True))
+    for asked, sees in ((introducing, "203.0.113.7, 10.0.0.2, 127.0.0.1"), (stack, "203.0.113.7, 10.0.0.2")):
+        fields = received(asked, chat("hi"), said)["fields"]
+        assert {name: fields[name] for name in INTRODUCTION} == {**said, "x-forwarded-for": sees}
 
 
 # Nobody but the gateway writes its log
