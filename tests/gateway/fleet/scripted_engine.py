@@ -27,28 +27,33 @@ class ScriptedEngine:
         self.server = server
         self.asked: list[Asked] = []
         self.url = ""
+        self.keeps_alive = False
+        """Whether connections stay open after an answer."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            head = (await reader.readuntil(b"\r\n\r\n")).decode()
-            path = head.split()[1]
-            length = next(
-                (int(line[15:]) for line in head.splitlines() if line.lower().startswith("content-length:")), 0
-            )
-            body = await reader.readexactly(length)
-            document = json.loads(body) if body else None
-            self.asked.append(Asked(path, document))
-            status, content = self._reply(path, document)
-            server = f"server: {self.server}\r\n" if self.server else ""
-            writer.write(
-                f"HTTP/1.1 {status} x\r\n{server}connection: close\r\ncontent-length: {len(content)}\r\n\r\n".encode()
-            )
-            writer.write(content)
-            await writer.drain()
+            while await self._answer(reader, writer):
+                pass
         except (ConnectionError, asyncio.IncompleteReadError):
             pass
         finally:
             writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """One question. Whether another may follow on this connection."""
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        path = head.split()[1]
+        length = next((int(line[15:]) for line in head.splitlines() if line.lower().startswith("content-length:")), 0)
+        body = await reader.readexactly(length)
+        document = json.loads(body) if body else None
+        self.asked.append(Asked(path, document))
+        status, content = self._reply(path, document)
+        server = f"server: {self.server}\r\n" if self.server else ""
+        kept = "" if self.keeps_alive else "connection: close\r\n"
+        writer.write(f"HTTP/1.1 {status} x\r\n{server}{kept}content-length: {len(content)}\r\n\r\n".encode())
+        writer.write(content)
+        await writer.drain()
+        return self.keeps_alive
 
     def _reply(self, path: str, document: Any) -> tuple[int, bytes]:
         reply = self.script.get(path, 404)

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from gateway.fleet.knowledge import Knowledge
 from gateway.fleet.registry import Fleet
 from gateway.fleet.streams import Intakes, OwnStreams
 from gateway.fleet.worker import ModelPool, Parity, WorkerRecord
+from tests.gateway.fleet.scripted_engine import ScriptedEngine
 from workers.publisher import EventPublisher
 
 KEYRING = Keyring({0: bytes(32)}, 0)
@@ -87,6 +88,25 @@ def remember(knowledge: Knowledge) -> Callable[[], bool]:
 
 def models(**changes: str) -> Any:
     return {"data": [{**MODEL, "root": changes.get("m", MODEL["root"])}, {**ADAPTER, "root": changes.get("sql", "")}]}
+
+
+async def test_who_has_let_go_of_its_port_is_not_taken_for_who_has_it_now() -> None:
+    """A process that cannot end answers on as long as a connection is open; it would be found well for ever."""
+    old, new = ScriptedEngine(script()), ScriptedEngine(script(__metrics=METRICS.replace("1000.5", "2000.5")))
+    old.keeps_alive = new.keeps_alive = True
+    async with AsyncExitStack() as stack:
+        listening = await asyncio.start_server(old.serve, "127.0.0.1", 0)
+        port = listening.sockets[0].getsockname()[1]
+        _, _, record = await stack.enter_async_context(fleet_of(f"http://127.0.0.1:{port}"))
+        epoch = record.epoch
+        listening.close()
+        stack.callback((await asyncio.start_server(new.serve, "127.0.0.1", port)).close)
+        await until(lambda: record.epoch != epoch)
+        assert record.healthy
+        await asyncio.sleep(0.1)
+        asked = len(old.asked)
+        await until(lambda: len(new.asked) > 50)
+        assert len(old.asked) == asked
 
 
 @pytest.mark.parametrize("changed", ["m", "sql"])
