@@ -129,6 +129,9 @@ class WorkerServer:
         server.should_exit = True
         server.leaving.set()
         await self._task
+        # One that was accepted in the very last moment: nobody would ever close it.
+        for connection in list(server.server_state.connections):
+            connection.transport.abort()
         if self._uds is not None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._uds)
