@@ -22,7 +22,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' Makefile
 
 # The extension in C is optional: without a compiler or Python's headers everything runs in Python, only slower.
-NATIVE := setup.py $(wildcard cachecore/native/*.[ch] cachecore/*/native/*.[ch])
+NATIVE := setup.py $(wildcard cachecore/native/*.[ch] cachecore/*/native/*.[ch] policies/native/*.c)
 
 setup: $(VENV)/.complete ## the environment in .venv (done once; again when what it is made from changes)
 
@@ -34,7 +34,7 @@ $(VENV)/.complete: pyproject.toml constraints.txt $(NATIVE)
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[worker,dev]'
-	@ROPEWAY_NATIVE=1 $(BIN)/python -c 'import cachecore.native, cachecore.kv.native, cachecore.prompts.native' 2> /dev/null \
+	@ROPEWAY_NATIVE=1 $(BIN)/python -c 'import cachecore.native, cachecore.kv.native, cachecore.prompts.native, policies.native' 2> /dev/null \
 		|| echo "Note: the extensions in C were not built (gcc and python3-dev are needed): it will be slower."
 	@touch $@
 
@@ -189,5 +189,5 @@ $(BENCH_VENV)/.complete: Makefile
 	@touch $@
 
 clean: ## remove the environments and everything that tools leave behind
-	rm -rf cachecore/native/*.so cachecore/*/native/*.so $(VENV) $(BENCH_VENV) $(CLIENTS_VENV) $(SCHEMA_VENV) $(TRANSPORTS_VENV) $(VLLM_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis bench-results
+	rm -rf cachecore/native/*.so cachecore/*/native/*.so policies/native/*.so $(VENV) $(BENCH_VENV) $(CLIENTS_VENV) $(SCHEMA_VENV) $(TRANSPORTS_VENV) $(VLLM_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis bench-results
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

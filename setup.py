@@ -15,6 +15,12 @@ setup(
         Extension("cachecore.prompts.native._words", ["cachecore/prompts/native/words.c"], optional=True),
         Extension("cachecore.prompts.native._chats", ["cachecore/prompts/native/chats.c"], optional=True),
         Extension(
+            "policies.native._deciding",
+            ["policies/native/deciding.c"],
+            extra_compile_args=["-ffp-contract=off"],  # its sums are to be Python's, bit by bit
+            optional=True,
+        ),
+        Extension(
             "cachecore.kv.native._kernels",
             ["cachecore/kv/native/kernels.c"],
             extra_compile_args=["-O3", "-ffp-contract=off", "-Wno-psabi"],

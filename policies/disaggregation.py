@@ -69,7 +69,7 @@ def divide(
     target = _decode_side(whole, rates, now)
     cost = _whole_cost(query, whole, target)
     views = [view for view, _ in offers]
-    waits, works = expected_each(query, views, now)
+    waits, works = expected_each(query.prompt_tokens, views, now)
     crowding = crowding_each(views, rates)
     costs = [
         _divided_cost(query, whole, target, _Side(wait, _weight(view, rates, wait) * crowded), work, *supplied)

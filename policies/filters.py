@@ -27,6 +27,6 @@ def long_enough(query: Query, workers: Sequence[WorkerView]) -> Sequence[WorkerV
 
 def in_time(query: Query, workers: Sequence[WorkerView], now: float, seconds_max: float) -> Sequence[WorkerView]:
     """Workers that bring the query's first token within a time, what they might pull left out."""
-    waits, works = expected_each(query, workers, now)
+    waits, works = expected_each(query.prompt_tokens, workers, now)
     early = [view for view, wait, work in zip(workers, waits, works, strict=True) if wait + work <= seconds_max]
     return early or workers

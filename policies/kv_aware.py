@@ -15,14 +15,8 @@ from random import Random
 from policies.bursts import await_pulls, go_or_wait
 from policies.choice import fewest_requests, label, milliseconds, stickiest
 from policies.contract import Decision, Evidence, Query, Snapshot, WorkerView
-from policies.pricing import crowding_each, expected_each, kv_price, slot_price, work_price
+from policies.pricing import costs_each, tied, weigh
 from policies.transfer import PullOption
-
-TIE_SECONDS = 0.0002
-TIE_SHARE = 0.05
-"""Costs this close are equal: calibrations of like workers differ by as much, and an idle fleet would send every short
-prompt to whoever was measured a percent faster. No cached token is given up for it (see `_pick`)."""
-
 
 _CACHED = {
     Evidence.EXACT.value: "cached",
@@ -40,15 +34,11 @@ class KvAware:
 
     def decide(self, query: Query, snapshot: Snapshot, random: Random) -> Decision:
         now, workers, rates, options, burst = snapshot
-        waits, works = expected_each(query, workers, now)
+        pulled = options is not None or burst is not None
+        waits, works, costs = weigh(query.prompt_tokens, workers, now, rates, pulled)
         if burst is not None and burst.pulls:
             await_pulls(workers, now, burst, waits)
-        pulled = options is not None or burst is not None
-        price, slots = work_price(rates, min(waits), pulled) + kv_price(workers), slot_price(workers)
-        weight = 1.0 + (price if price > slots else slots)
-        costs = crowding_each(workers, rates)
-        for index, crowding in enumerate(costs):
-            costs[index] = waits[index] + weight * crowding * works[index]
+            costs = costs_each(workers, rates, waits, works, pulled)
         pulls = options.lower(workers, waits, works, costs) if options is not None else _NO_PULLS
         best, hold_seconds = _pick(query, workers, costs, random), 0.0
         if burst is not None and (burst.builders or burst.pulls) and best not in pulls:
@@ -62,19 +52,12 @@ class KvAware:
 
 def _pick(query: Query, workers: Sequence[WorkerView], costs: Sequence[float], random: Random) -> int:
     """Index of the cheapest. Among equals the session's own worker, or one with the fewest requests."""
-    least = min(costs)
-    best = costs.index(least)
-    limit = least * (1.0 + TIE_SHARE) + TIE_SECONDS
-    matched = workers[best].matched_tokens
-    tied: list[int] = []
-    for index, cost in enumerate(costs):
-        if cost <= limit and workers[index].matched_tokens >= matched:
-            tied.append(index)  # a comprehension would be a call
-    if len(tied) == 1:
-        return best
+    places = tied(workers, costs)
+    if len(places) == 1:
+        return places[0]
     if query.session:
-        return workers.index(stickiest(query.session, [workers[index] for index in tied]))
-    return fewest_requests(workers, tied, random)
+        return workers.index(stickiest(query.session, [workers[place] for place in places]))
+    return fewest_requests(workers, places, random)
 
 
 def _explain(

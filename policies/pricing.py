@@ -21,6 +21,9 @@ from collections.abc import Sequence
 from math import sqrt
 
 from policies.contract import Evidence, FleetRates, Query, WorkerView
+from policies.estimates import PrefillModel
+from policies.native import native
+from policies.state.inflight import WorkerAccount
 
 PREDICTED_CREDIT = 0.98
 HISTORY_CREDIT = 0.95
@@ -32,6 +35,10 @@ CROWDING_SLACK_REQUESTS = 1.0
 """Keeps the ratio finite where a worker was given nothing yet: it is then as if it had been given one mean request."""
 KV_PRESSURE_MIN = 1e-3
 """Less is nothing: KV memory is ample."""
+TIE_SECONDS = 0.0002
+TIE_SHARE = 0.05
+"""Costs this close are equal: calibrations of like workers differ by as much, and an idle fleet would send every short
+prompt to whoever was measured a percent faster. No cached token is given up for it (`python_tied`)."""
 PRIORITY_SLOPE = 20.0
 """Found by trying, and flat: 5 has a point less goodput at the knee of the conversation trace, and elsewhere they are
 the same, p99 as well."""
@@ -60,10 +67,11 @@ def prefill_seconds(query: Query, view: WorkerView) -> float:
     return view.prefill.prefill_seconds(query.prompt_tokens - cached, cached, view.load.running_context_tokens)
 
 
-def expected_each(query: Query, workers: Sequence[WorkerView], now: float) -> tuple[list[float], list[float]]:
+def expected_each(
+    prompt_tokens: int, workers: Sequence[WorkerView], now: float
+) -> tuple[list[float], list[float]]:
     """Of every candidate the predicted wait and `prefill_seconds`: the inner loop of a decision, so what takes a call
     elsewhere is written out."""
-    prompt_tokens = query.prompt_tokens
     waits: list[float] = []
     works: list[float] = []
     for view in workers:
@@ -169,3 +177,60 @@ def slot_price(workers: Sequence[WorkerView]) -> float:
         return 0.0
     rho = taken / slots if taken < slots else 1.0
     return float(rho ** sqrt(2.0 * (slots / known + 1.0)) / (1.0 - rho + 1.0 / slots))
+
+
+def costs_each(
+    workers: Sequence[WorkerView], rates: FleetRates, waits: Sequence[float], works: Sequence[float], pulled: bool
+) -> list[float]:
+    """The cost of every candidate (`policies.kv_aware`). `pulled`: prefixes can be."""
+    price, slots = work_price(rates, min(waits), pulled) + kv_price(workers), slot_price(workers)
+    weight = 1.0 + (price if price > slots else slots)
+    costs = crowding_each(workers, rates)
+    for index, crowding in enumerate(costs):
+        costs[index] = waits[index] + weight * crowding * works[index]
+    return costs
+
+
+def python_weigh(
+    prompt_tokens: int, workers: Sequence[WorkerView], now: float, rates: FleetRates, pulled: bool
+) -> tuple[list[float], list[float], list[float]]:
+    """The waits and works of `expected_each`, and `costs_each`."""
+    waits, works = expected_each(prompt_tokens, workers, now)
+    return waits, works, costs_each(workers, rates, waits, works, pulled)
+
+
+def python_tied(workers: Sequence[WorkerView], costs: Sequence[float]) -> list[int]:
+    """Places of those that cost as little as the cheapest, and have no less of the prompt."""
+    least = min(costs)
+    matched = workers[costs.index(least)].matched_tokens
+    limit = least * (1.0 + TIE_SHARE) + TIE_SECONDS
+    return [
+        index for index, cost in enumerate(costs) if cost <= limit and workers[index].matched_tokens >= matched
+    ]
+
+
+def weigh(
+    prompt_tokens: int, workers: Sequence[WorkerView], now: float, rates: FleetRates, pulled: bool
+) -> tuple[list[float], list[float], list[float]]:
+    """As `python_weigh`."""
+    weighed = native.weigh(prompt_tokens, workers, now, rates, pulled) if native is not None else None
+    return weighed or python_weigh(prompt_tokens, workers, now, rates, pulled)
+
+
+def tied(workers: Sequence[WorkerView], costs: Sequence[float]) -> list[int]:
+    """As `python_tied`."""
+    places = native.tied(workers, costs) if native is not None else None
+    return places or python_tied(workers, costs)
+
+
+if native is not None:
+    native.learn(
+        WorkerView,
+        WorkerAccount,
+        PrefillModel,
+        _CREDITS,
+        CROWDING_SLACK_REQUESTS,
+        KV_PRESSURE_MIN,
+        TIE_SHARE,
+        TIE_SECONDS,
+    )

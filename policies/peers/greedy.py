@@ -12,7 +12,7 @@ class GreedyTtft:
     name = "greedy-ttft"
 
     def decide(self, query: Query, snapshot: Snapshot, random: Random) -> Decision:
-        waits, works = expected_each(query, snapshot.workers, snapshot.now)
+        waits, works = expected_each(query.prompt_tokens, snapshot.workers, snapshot.now)
         costs = [wait + work for wait, work in zip(waits, works, strict=True)]
         best = cheapest(costs, random)
         ttft_ms = costs[best] * 1e3
