@@ -34,7 +34,7 @@ $(VENV)/.complete: pyproject.toml constraints.txt $(NATIVE)
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[worker,dev]'
-	@ROPEWAY_NATIVE=1 $(BIN)/python -c 'import cachecore.native, cachecore.kv.native, cachecore.prompts.native, policies.native' 2> /dev/null \
+	@ROPEWAY_NATIVE=1 $(BIN)/python -c 'import cachecore.native, cachecore.kv.native, cachecore.prompts.native, policies.native._deciding' 2> /dev/null \
 		|| echo "Note: the extensions in C were not built (gcc and python3-dev are needed): it will be slower."
 	@touch $@
 

@@ -577,8 +577,8 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     forward_kv_transfer_params: bool = False
     """Whether `kv_transfer_params` of clients reaches the workers: it can name blocks to pull, so it is stripped."""
     x_forwarded: bool = False
-    """Whether workers are told who asks: X-Forwarded-For with the client's address last, X-Forwarded-Proto and -Host. No
-    engine needs them, and they carry addresses into its logs. Left off, those that a proxy has set travel as they are."""
+    """Whether workers are told who asks: X-Forwarded-For with the client's address last, X-Forwarded-Proto and -Host.
+    No engine needs that, and it brings addresses into logs. Left off, what a proxy has set travels as it is."""
     log_level: LogLevel = "info"
     logs: LogsConfig = LogsConfig()
     tenants: TenantsConfig = TenantsConfig()

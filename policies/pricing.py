@@ -67,9 +67,7 @@ def prefill_seconds(query: Query, view: WorkerView) -> float:
     return view.prefill.prefill_seconds(query.prompt_tokens - cached, cached, view.load.running_context_tokens)
 
 
-def expected_each(
-    prompt_tokens: int, workers: Sequence[WorkerView], now: float
-) -> tuple[list[float], list[float]]:
+def expected_each(prompt_tokens: int, workers: Sequence[WorkerView], now: float) -> tuple[list[float], list[float]]:
     """Of every candidate the predicted wait and `prefill_seconds`: the inner loop of a decision, so what takes a call
     elsewhere is written out."""
     waits: list[float] = []
@@ -204,9 +202,7 @@ def python_tied(workers: Sequence[WorkerView], costs: Sequence[float]) -> list[i
     least = min(costs)
     matched = workers[costs.index(least)].matched_tokens
     limit = least * (1.0 + TIE_SHARE) + TIE_SECONDS
-    return [
-        index for index, cost in enumerate(costs) if cost <= limit and workers[index].matched_tokens >= matched
-    ]
+    return [index for index, cost in enumerate(costs) if cost <= limit and workers[index].matched_tokens >= matched]
 
 
 def weigh(

@@ -69,9 +69,9 @@ class Fleet:
         self._epochs = epochs or OwnEpochs()
         self.safeguards = safeguards or Safeguards()
         # Each worker is asked a few things at a time: none waits for a connection because others do not answer.
-        # A process that has let go of its port and cannot end answers on whatever connection is open. So connections are
-        # kept for the questions of one probe, and the next asks whoever has the port then. Health and load are asked
-        # for once in each interval: somewhere between lies a pause of half of it.
+        # A process that has let go of its port and cannot end answers on whatever connection is open. So one is kept
+        # for the questions of one probe, and the next asks whoever has the port then. Health and load are asked for
+        # once in each interval: somewhere between lies a pause of half of it.
         limits = httpx.Limits(max_connections=None, keepalive_expiry=probes.interval_seconds / 4)
         timeout = httpx.Timeout(probes.timeout_seconds, pool=None)
         self._http = httpx.AsyncClient(timeout=timeout, limits=limits, trust_env=False, verify=tls or True)

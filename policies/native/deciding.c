@@ -7,6 +7,8 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <math.h>
+#include <stdlib.h>
+#include <string.h>
 #include <structmember.h>
 
 enum view_slot { LOAD, PREFILL, MATCHED, CONFIRMED, EVIDENCE, CAPACITY, VIEW_SLOTS };
@@ -459,6 +461,11 @@ static int clear(PyObject *module)
 static int begin(PyObject *module)
 {
     known *state = PyModule_GetState(module);
+    const char *wish = getenv("ROPEWAY_NATIVE");
+    if (wish != NULL && strcmp(wish, "0") == 0) {
+        PyErr_SetString(PyExc_ImportError, "ROPEWAY_NATIVE=0");
+        return -1;
+    }
     state->kv_pressure = PyUnicode_InternFromString("kv_pressure");
     return state->kv_pressure == NULL ? -1 : 0;
 }

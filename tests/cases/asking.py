@@ -359,7 +359,7 @@ CASES = {
             f"{BODIES}::test_workers_are_told_who_asks_where_that_is_wanted",
             f"{BODIES}::test_what_a_proxy_has_said_of_a_client_stays",
         ],
-        "X-Forwarded-* is added where `x_forwarded` is set: no engine needs it, and it carries addresses into its logs.",
+        "X-Forwarded-* is added where `x_forwarded` is set: no engine needs it, and it brings addresses into logs.",
     ),
     # ---- keys, ids and headers ----
     58: Case(

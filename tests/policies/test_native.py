@@ -1,5 +1,6 @@
 """What a request costs, by the extension in C and by its twin: the same floats, bit by bit."""
 
+import os
 import random
 import subprocess
 import sys
@@ -11,6 +12,11 @@ from policies.estimates import Calibration, PrefillModel
 from policies.native import native
 from policies.pricing import python_tied, python_weigh, tied, weigh
 from policies.state.inflight import WorkerAccount
+
+
+def test_it_is_there_where_it_is_insisted_on() -> None:
+    assert native is not None or os.environ.get("ROPEWAY_NATIVE") != "1"
+
 
 needs_native = pytest.mark.skipif(native is None, reason="the extension is not built")
 
@@ -140,7 +146,11 @@ print(waits, works, costs, tied(views, costs), native is None)
 """
     said = [
         subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"ROPEWAY_NATIVE": wish, "PATH": ""}
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={"ROPEWAY_NATIVE": wish, "PATH": ""},
         ).stdout
         for wish in ("0", "")
     ]
