@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, NamedTuple
 
 from gateway.config import WorkerConfig
@@ -27,10 +27,13 @@ class ScriptedEngine:
         self.server = server
         self.asked: list[Asked] = []
         self.url = ""
+        self.connections = 0
+        """That are open."""
         self.keeps_alive = False
         """Whether connections stay open after an answer."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
         try:
             while await self._answer(reader, writer):
                 pass
@@ -38,6 +41,9 @@ class ScriptedEngine:
             pass
         finally:
             writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
+            self.connections -= 1
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """One question. Whether another may follow on this connection."""

@@ -95,6 +95,7 @@ async def test_who_has_let_go_of_its_port_is_not_taken_for_who_has_it_now() -> N
     old, new = ScriptedEngine(script()), ScriptedEngine(script(__metrics=METRICS.replace("1000.5", "2000.5")))
     old.keeps_alive = new.keeps_alive = True
     async with AsyncExitStack() as stack:
+        stack.push_async_callback(until, lambda: not old.connections and not new.connections)
         listening = await asyncio.start_server(old.serve, "127.0.0.1", 0)
         port = listening.sockets[0].getsockname()[1]
         _, _, record = await stack.enter_async_context(fleet_of(f"http://127.0.0.1:{port}"))
