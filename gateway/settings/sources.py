@@ -59,7 +59,7 @@ def text_of(key: Key) -> str:
     """`workers[1].url`"""
     text = ""
     for part in key:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
     return text
 
 

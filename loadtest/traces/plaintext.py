@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 
 from loadtest.traces.parsing import Format, Parsed, ReadOptions, Sample
-from loadtest.traces.rows import Tally
+from loadtest.traces.rows import Row, Tally, understood
 from loadtest.traces.texts import TextDrafts
 
 PROMPTS = 1_000
@@ -37,8 +37,11 @@ def _read_sonnet(path: Path, options: ReadOptions) -> Parsed:
 
 def _read_text(path: Path, options: ReadOptions) -> Parsed:
     texts, tally = TextDrafts(options), Tally(path, "text")
-    tally.rows = 1
-    texts.add({"prompt": path.read_text(encoding="utf-8")}, arrival_seconds=0.0)
+
+    def read(text: str) -> None:
+        texts.add({"prompt": text}, arrival_seconds=0.0)
+
+    understood([Row(1, path.read_text(encoding="utf-8"))], read, tally)
     return texts.parsed(tally, ["the whole file is one prompt"])
 
 

@@ -12,6 +12,8 @@ from gateway.edge.http1 import CHUNK_LINE_BYTES_MAX, CHUNKED, TRAILER_BYTES_MAX,
 from gateway.errors import ConfigError
 from gateway.settings.loading import load
 from gateway.usage import Usage, read_usage
+from loadtest.traces.contract import TraceError
+from loadtest.traces.reading import read_trace
 
 DEEP = 3000
 """Deeper than a decoder may call itself."""
@@ -88,3 +90,21 @@ def test_a_line_that_is_too_long_is_so_however_it_comes(body: bytes) -> None:
 def _feed_in_pieces(end: BodyEnd, body: bytes) -> None:
     for start in range(0, len(body), 100):
         end.feed(body[start : start + 100])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [(".nan: 1", "nan"), ("2020-01-01: 1", "2020-01-01"), ("~: 1", "None"), ("limits: {.inf: 1}", "inf")],
+)
+def test_a_key_that_is_no_text_is_unknown(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "gateway.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f"unknown key.*{said}"):
+        load(path, {})
+
+
+def test_an_empty_text_is_no_prompt(tmp_path: Path) -> None:
+    path = tmp_path / "empty.txt"
+    path.write_text("")
+    with pytest.raises(TraceError, match=r"empty\.txt.*an empty prompt"):
+        read_trace(path, "text")
