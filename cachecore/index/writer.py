@@ -101,6 +101,8 @@ class HolderWriter:
         """The server has less than there is: it had no memory."""
         self._retry_at = 0.0
         self._pending: _Step | None = None
+        self._unanswered = False
+        """The pending step was sent once and not answered: somebody may have taken it."""
 
     def __repr__(self) -> str:
         return f"HolderWriter({self.holder}, {self.mode.name}, {self.version}, {self.queued_blocks} blocks queued)"
@@ -164,7 +166,7 @@ class HolderWriter:
         """The call to make, the same until it is answered; None when there is nothing to write now. `microseconds` is
         the clock's time, from which the revisions of a new holder start: so none is used twice."""
         if self._pending is None and self.mode is not Mode.FENCED:
-            self._pending = self._next_step(now, microseconds)
+            self._pending, self._unanswered = self._next_step(now, microseconds), False
         return self._pending.call if self._pending is not None else None
 
     def check(self) -> Call | None:
@@ -270,6 +272,7 @@ class HolderWriter:
         """What the server, or the store in its place, said to the last `next_call`."""
         step = self._pending
         if step is None or isinstance(answer, Unavailable):
+            self._unanswered = True
             return
         self._pending = None
         if isinstance(answer, Refused) and answer.code == "OOM" and step.drained is not None:
@@ -311,7 +314,7 @@ class HolderWriter:
         """There was no memory for a step: keep what it was made of, and go on with what needs none."""
         self._partial = self._changed = True
         self._retry_at = now + RETRY_SECONDS
-        if step.mode is Mode.LIVE:
+        if step.mode is Mode.LIVE and not self._unanswered:
             self._highest -= 1  # nobody has seen it, and to mirrors a revision left out is a step that they have missed
         if step.drained is not None:
             self.shadow.undo_drain(step.drained)

@@ -15,7 +15,7 @@ from cachecore.index.leases import claim, release
 from cachecore.index.publisher import Publisher
 from cachecore.index.redis import RedisIndex, read_snapshot
 from cachecore.index.schema import Kind, Schema, decode_events, shard_of
-from cachecore.store import RedisStore, StoreError
+from cachecore.store import RedisStore, Refused, StoreError, Unavailable
 from tests.cachecore.index.histories import ROOT, chain_of, cut, name_at
 from tests.cachecore.index.publishing import (
     TEN,
@@ -247,6 +247,32 @@ class TestWithoutMemory:
             await until(is_whole)
             await until(lambda: self.is_settled(publisher))
         assert [entry.kind for entry in await entries(store, schema, A)][3:] == [Kind.RESTATED]
+
+    @pytest.mark.parametrize("first_answer", [None, Unavailable("no answer")])
+    async def test_a_revision_is_used_again_unless_somebody_may_have_seen_it(
+        self, store: RedisStore, schema: Schema, publisher: Publisher, first_answer: Unavailable | None
+    ) -> None:
+        """Without an answer it may have been taken by a master whose replica knows nothing of it."""
+        publisher.apply(A, 0, [stored(TEN, 0, 8)])
+        await publisher.flush()
+        writer = publisher._writers[A]
+        before = writer.version.revision
+        refused = Refused("OOM command not allowed", "OOM")
+        publisher.apply(A, 1, [stored(TEN, 8)])
+        assert writer.next_call(0.0, 0) is not None
+        if first_answer is not None:
+            writer.settle(first_answer, 0.0)
+        writer.settle(refused, 0.0)
+        call = writer.next_call(0.0, 0)
+        assert call is not None
+        assert writer.version.revision == before + (1 if first_answer is None else 2)
+        # And the next one starts with a clean slate.
+        writer.settle(await store.run(call), 0.0)
+        taken = writer.version.revision
+        assert writer.next_call(1.0, 0) is not None
+        writer.settle(refused, 1.0)
+        assert writer.next_call(1.0, 0) is not None
+        assert writer.version.revision == taken + 1
 
     async def is_settled(self, publisher: Publisher) -> bool:
         return not publisher.stats().extra["unwritten_holders"]
