@@ -218,7 +218,8 @@ class UpstreamConnection(asyncio.Protocol):
 
 
 class UpstreamPool:
-    """Connections to one worker. Unbounded while in use (the worker queues, not we), bounded when idle."""
+    """Connections to one worker. In use there are as many as requests (the worker queues, not we), which the edge's
+    `connections_max` bounds; idle ones have a bound of their own."""
 
     def __init__(self, host: str, port: int, tls: ssl.SSLContext | None = None, idle_max: int = 256) -> None:
         self.host = host

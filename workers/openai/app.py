@@ -23,7 +23,7 @@ from workers.openai.leaving import Door, Presence, PresenceCollector
 from workers.openai.metrics import registry_of
 from workers.openai.pools import PoolCollector, PoolDesk, mount_pools
 from workers.openai.quality import QualityCollector, mount_quality
-from workers.openai.requests import Caller, Served, chat_choices, chat_prompt, completion_choices, encoded
+from workers.openai.requests import Caller, Served, body_of, chat_choices, chat_prompt, completion_choices, encoded
 from workers.openai.responses import (
     JsonResponse,
     RequestIds,
@@ -131,7 +131,7 @@ class _Completions:
         app.add_route("/v1/completions", _guarded(self.completion), methods=["POST"])
 
     async def chat(self, http: Request) -> Response:
-        document = read_document(await http.body())
+        document = read_document(await body_of(http))
         request = checked(document, ChatRequest)
         request.check()
         request_id = request_id_of(http)
@@ -140,7 +140,7 @@ class _Completions:
         return self._answer(request, choices, ChatShape(self._engine.renderer, f"chatcmpl-{request_id}", model))
 
     async def completion(self, http: Request) -> Response:
-        request = checked(read_document(await http.body()), CompletionRequest)
+        request = checked(read_document(await body_of(http)), CompletionRequest)
         request.check()
         request_id = request_id_of(http)
         choices = completion_choices(self._served, request, Caller(request_id, accepted_fidelity(http)))
@@ -206,7 +206,7 @@ class _Tokens:
         app.add_route("/detokenize", _guarded(self.detokenize), methods=["POST"])
 
     async def tokenize(self, http: Request) -> Response:
-        document = read_document(await http.body())
+        document = read_document(await body_of(http))
         request = checked(document, TokenizeRequest)
         self._served.adapter_of(request.model)
         tokens = self._token_ids(request, document)
@@ -221,7 +221,7 @@ class _Tokens:
         return JsonResponse(answer)
 
     async def detokenize(self, http: Request) -> Response:
-        request = checked(read_document(await http.body()), DetokenizeRequest)
+        request = checked(read_document(await body_of(http)), DetokenizeRequest)
         self._served.adapter_of(request.model)
         try:
             return JsonResponse({"prompt": self._engine.renderer.decode(request.tokens)})

@@ -110,6 +110,7 @@ async def _follow_one(engine: Engine, choice: Choice) -> AsyncGenerator[Gain, No
 
 
 async def _follow_many(engine: Engine, choices: Sequence[Choice]) -> AsyncGenerator[Gain, None]:
+    # Bounded by what choices may generate: each of their tokens is in it once.
     arrivals: asyncio.Queue[Gain | Exception | None] = asyncio.Queue()
     tasks = [asyncio.create_task(_pump(engine, choice, arrivals)) for choice in choices]
     running = len(tasks)

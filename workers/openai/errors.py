@@ -4,6 +4,7 @@ ApiError
 ├── InvalidRequest       400  malformed or impossible
 │   └── ContextExceeded  400  longer than the model's context
 ├── UnknownModel         404
+├── BodyTooLarge         413
 └── (any other status)   engine refusals, internal failures
 """
 
@@ -46,6 +47,11 @@ class ContextExceeded(InvalidRequest):
 class UnknownModel(ApiError):
     def __init__(self, model: str) -> None:
         super().__init__(404, f"The model `{model}` does not exist.", param="model", code="model_not_found")
+
+
+class BodyTooLarge(ApiError):
+    def __init__(self, bytes_max: int) -> None:
+        super().__init__(413, f"The body is larger than {bytes_max} bytes.", code="payload_too_large")
 
 
 def translated(error: Exception) -> ApiError:

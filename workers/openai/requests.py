@@ -6,15 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.requests import Request
+
 from cachecore.prompts.contract import Rendered, Renderer
 from cachecore.scope import Fidelity
 from workers.engine import Engine, Generation, Sampling
 from workers.openai.choices import Choice, Prompt
-from workers.openai.errors import ContextExceeded, InvalidRequest, UnknownModel
+from workers.openai.errors import BodyTooLarge, ContextExceeded, InvalidRequest, UnknownModel
 from workers.openai.schema import ChatRequest, CompletionRequest, GenerationRequest, token_array
 
 COMPLETION_TOKENS_DEFAULT = 16
 """OpenAI's default for `/v1/completions`; a chat may fill the context."""
+BODY_BYTES_MAX = 64 * 1024 * 1024
+"""What a gateway lets through unless it is told otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,19 @@ class Caller:
 
     request_id: str
     fidelity: Fidelity = Fidelity.EXACT
+
+
+async def body_of(http: Request) -> bytes:
+    """All of a request's body. Raises BodyTooLarge as soon as it is known to be, and ClientDisconnect."""
+    stated = http.headers.get("content-length", "")
+    if stated.isdecimal() and int(stated) > BODY_BYTES_MAX:
+        raise BodyTooLarge(BODY_BYTES_MAX)
+    body = bytearray()
+    async for piece in http.stream():
+        body += piece
+        if len(body) > BODY_BYTES_MAX:
+            raise BodyTooLarge(BODY_BYTES_MAX)
+    return bytes(body)
 
 
 def encoded(renderer: Renderer, rendered: Rendered) -> "array[int]":

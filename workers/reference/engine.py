@@ -223,7 +223,7 @@ class ReferenceEngine:
             await asyncio.to_thread(self._plans.read, sequence)  # names the prompt's blocks
             self._check(generation)
         request_id = generation.request_id
-        queue = self._outputs[request_id] = asyncio.Queue()
+        queue = self._outputs[request_id] = asyncio.Queue()  # at most a token each: the context bounds it
         self._command(lambda: self._core.add(sequence))
         finished = False
         try:

@@ -144,7 +144,7 @@ class SimulatedEngine:
         lineage = self.transfers.lineage(generation) if self.transfers is not None else None
         loading = lineage is not None and bool(plans_of(generation.kv_transfer_params))
         work = self._scheduler.add(generation, self._voice(generation), lineage, loading=loading)
-        queue = self._queues[work] = asyncio.Queue()
+        queue = self._queues[work] = asyncio.Queue()  # at most a token each: the context bounds it
         self._counted.prompt_tokens += work.prompt_tokens
         self._wake.set()
         try:

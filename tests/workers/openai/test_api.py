@@ -10,6 +10,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from workers.openai import requests
 from workers.simulated.engine import SimulatedConfig
 from workers.simulated.fleet import SimulatedWorker, WorkerOptions
 
@@ -373,3 +374,22 @@ async def test_a_body_of_five_megabytes(http: httpx.AsyncClient) -> None:
     assert answer.status_code == 200
     # What comes before the image is all that this worker can name.
     assert 0 < answer.json()["usage"]["prompt_tokens"] < 200
+
+
+@pytest.mark.parametrize("stated", [True, False])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
+async def test_a_body_beyond_the_bound_is_refused(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str, stated: bool
+) -> None:
+    body = json.dumps({"prompt": "x" * 1000, "max_tokens": 1}).encode()
+    monkeypatch.setattr(requests, "BODY_BYTES_MAX", len(body) - 1)
+    answer = await http.post(path, content=body if stated else _pieces(body))
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == "payload_too_large"
+    monkeypatch.setattr(requests, "BODY_BYTES_MAX", len(body))
+    assert (await http.post("/v1/completions", content=_pieces(body))).status_code == 200
+
+
+async def _pieces(body: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(body), 100):
+        yield body[start : start + 100]
