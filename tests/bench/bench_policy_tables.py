@@ -90,6 +90,7 @@ HELD_OUT = (
 HELD_OUT_VARIANTS = (
     OURS,
     Variant("kv-aware, first come first served", "kv-aware"),
+    Variant("kv-aware, pull over 400 Gbit/s", "kv-aware", 400.0, True),
     Variant("greedy-ttft", "greedy-ttft"),
     Variant("llm-d", "llm-d"),
     Variant("dynamo", "dynamo"),
