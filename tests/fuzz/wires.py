@@ -267,9 +267,16 @@ def check_answer(data: bytes, random: Random) -> None:
         raise AssertionError(f"in pieces {cut}, whole {whole}")
 
 
+class _Pool(UpstreamPool):
+    """Without a loop, there is no later."""
+
+    def write_soon(self, transport: Any, data: bytes) -> None:
+        transport.write(data)
+
+
 def _answer(parts: list[bytes]) -> tuple[Any, bytes, list[str], bool]:
     """(head, body, ends, whether the connection is kept)."""
-    pool, transport, receiver = UpstreamPool("worker", 1), _Transport(), _Receiver()
+    pool, transport, receiver = _Pool("worker", 1), _Transport(), _Receiver()
     connection = UpstreamConnection(pool)
     connection.connection_made(cast(Any, transport))
     connection.send(cast(Any, receiver), [b"POST"])
