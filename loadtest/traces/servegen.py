@@ -12,6 +12,7 @@ import re
 from bisect import bisect, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
+from math import inf, isfinite
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -30,6 +31,8 @@ REQUESTS_MAX = 20_000
 REQUESTS_OF_DATASET = 4_000
 WINDOW_SECONDS = 600.0
 _FIELDS = 6
+_SHAPE_MAX = 1e6
+"""Gaps as even as a clock's. Beyond, Python's way to draw from a Gamma distribution loses digits and may not end."""
 _PAIR = re.compile(r"(\d+)\s*:\s*([0-9.eE+-]+)")
 _INPUT_TOKENS, _OUTPUT_TOKENS, _SPREAD = 1_000, 200, 0.8
 
@@ -44,7 +47,10 @@ class _Window(NamedTuple):
     def gap(self, rng: Random) -> float:
         if self.pattern == "Gamma":
             return rng.gammavariate(self.shape, self.scale)
-        return rng.weibullvariate(self.scale, self.shape)
+        try:
+            return rng.weibullvariate(self.scale, self.shape)
+        except OverflowError:
+            return inf
 
 
 class _Histogram:
@@ -113,10 +119,13 @@ def _window(row: Sequence[str]) -> _Window:
     if len(row) != _FIELDS:
         raise RowError(f"{len(row)} fields, not {_FIELDS}")
     start, rate, pattern, shape, scale = float(row[0]), float(row[1]), row[3], float(row[4]), float(row[5])
+    if not isfinite(start):
+        raise RowError(f"a window that starts at {start:g}")
     if rate <= 0.0:
         return _Window(start, "", 0.0, 0.0)
-    if pattern not in ("Gamma", "Weibull") or shape <= 0.0 or scale <= 0.0:
-        raise RowError(f"gaps by {pattern!r} of {shape:g} and {scale:g}; known are Gamma and Weibull above 0")
+    if pattern not in ("Gamma", "Weibull") or not 0.0 < shape <= _SHAPE_MAX or not 0.0 < scale < inf:
+        known = f"Gamma and Weibull, of a shape above 0 and up to {_SHAPE_MAX:g} and a finite scale above 0"
+        raise RowError(f"gaps by {pattern!r} of {shape:g} and {scale:g}; known are {known}")
     return _Window(start, pattern, shape, scale)
 
 

@@ -7,6 +7,7 @@ more than it finds. An input that fails is printed and, where wanted, written to
 
 import gc
 import resource
+import signal
 import sys
 import time
 import traceback
@@ -22,6 +23,8 @@ TRACED_EVERY = 12
 """Inputs of which one is traced."""
 CORPUS_MAX = 4000
 INPUT_BYTES_MAX = 200_000
+INPUT_SECONDS_MAX = 30.0
+"""Of processor time, for one input: what takes longer may never end."""
 GROWTH_BYTES_MAX = 192 << 20
 """What the process may grow by, the corpus and the tracer's notes among it."""
 
@@ -169,10 +172,20 @@ def repeat(target: Target, data: bytes) -> None:
 
 @contextmanager
 def _attributed(target: str, number: int, data: bytes) -> Iterator[None]:
+    """Whatever goes wrong with an input, or does not end, is the input's finding."""
+    earlier = signal.signal(signal.SIGPROF, _took_too_long)
+    signal.setitimer(signal.ITIMER_PROF, INPUT_SECONDS_MAX)
     try:
         yield
     except Exception as error:
         raise Finding(target, number, data, error) from error
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, earlier)
+
+
+def _took_too_long(number: int, frame: FrameType | None) -> None:
+    raise TimeoutError(f"more than {INPUT_SECONDS_MAX:g} seconds of processor time")
 
 
 def _peak_bytes() -> int:

@@ -108,3 +108,34 @@ def test_an_empty_text_is_no_prompt(tmp_path: Path) -> None:
     path.write_text("")
     with pytest.raises(TraceError, match=r"empty\.txt.*an empty prompt"):
         read_trace(path, "text")
+
+
+@pytest.mark.parametrize(
+    "window",
+    [
+        "Gamma,1.1e400,0.2",
+        "Gamma,nan,0.2",
+        "Gamma,1e30,0.2",
+        "Gamma,1.0,nan",
+        "Weibull,inf,0.2",
+        "Weibull,1.0,inf",
+    ],
+)
+def test_gaps_that_nobody_can_draw_are_named_by_line(tmp_path: Path, window: str) -> None:
+    path = tmp_path / "chunk-1-trace.csv"
+    path.write_text(f"0,5.0,1.0,Gamma,1.0,0.2\n600,5.0,1.0,{window}\n1200,0,0,,0,0\n")
+    assert any("line 2: gaps by" in note for note in read_trace(path, "servegen").notes)
+
+
+@pytest.mark.parametrize("window", ["0,1,1,Gamma,1e6,0.1", "0,1,1,Weibull,1e-300,0.1", "0,1,1,Weibull,1e6,0.1"])
+def test_gaps_at_the_bounds_are_drawn(tmp_path: Path, window: str) -> None:
+    path = tmp_path / "chunk-1-trace.csv"
+    path.write_text(f"0,5.0,1.0,Gamma,1.0,0.2\n600,5.0,1.0,Gamma,1.0,0.2\n{window.replace('0,', '1200,', 1)}\n")
+    assert len(read_trace(path, "servegen").requests) > 5000
+
+
+@pytest.mark.parametrize("start", ["nan", "inf", "-1e999"])
+def test_a_window_without_a_time_is_named_by_line(tmp_path: Path, start: str) -> None:
+    path = tmp_path / "chunk-1-trace.csv"
+    path.write_text(f"0,5.0,1.0,Gamma,1.0,0.2\n{start},5.0,1.0,Gamma,1.0,0.2\n600,0,0,,0,0\n")
+    assert any("line 2: a window that starts at" in note for note in read_trace(path, "servegen").notes)

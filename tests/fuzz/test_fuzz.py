@@ -10,6 +10,7 @@ from random import Random
 import pytest
 
 from gateway.edge.http1 import FramingError, parse_response_head
+from tests.fuzz import engine
 from tests.fuzz.engine import Coverage, Finding, Target, repeat, run
 from tests.fuzz.targets import TARGETS
 
@@ -41,6 +42,17 @@ def test_a_planted_fault_is_found_and_found_again() -> None:
     with pytest.raises(Finding) as again:
         run(PLANTED, seed=3, seconds=60.0, inputs_max=20_000)
     assert (again.value.number, again.value.data) == (found.value.number, found.value.data)
+
+
+def test_an_input_that_does_not_end_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "INPUT_SECONDS_MAX", 0.05)
+
+    def check(data: bytes, random: Random) -> None:
+        while data:
+            pass
+
+    with pytest.raises(Finding, match=r"input -1 .*TimeoutError.*seconds of processor time"):
+        run(Target("endless", lambda: [b"endless"], check), seed=1, seconds=60.0)
 
 
 def test_inputs_that_reach_new_lines_are_kept() -> None:
